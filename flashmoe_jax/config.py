@@ -73,7 +73,9 @@ class ModelConfig:
             self.num_heads % self.num_kv_heads == 0,
             f"num_attention_heads {self.num_heads} is not a multiple of num_key_value_heads {self.num_kv_heads}",
         )
-        _require(self.head_dim % 2 == 0, f"head_dim {self.head_dim} is odd; the rotary embedding needs it even")
+        _require(
+            self.head_dim % 2 == 0, f"head_dim {self.head_dim} is odd; the rotary embedding needs it even"
+        )
         _require(
             self.experts_per_token <= self.num_experts,
             f"num_experts_per_tok {self.experts_per_token} exceeds num_experts {self.num_experts}",
@@ -106,7 +108,9 @@ class ModelConfig:
         fields = {f.name for f in dataclasses.fields(cls)}
         if set(values) != fields:
             odd = sorted(set(values) ^ fields)
-            raise ConfigError(f"the manifest's config has missing or unknown fields {odd}; convert the model again")
+            raise ConfigError(
+                f"the manifest's config has missing or unknown fields {odd}; convert the model again"
+            )
         return cls(
             **{
                 **values,
@@ -243,7 +247,9 @@ def _read_hf(family: Family, fields: _Fields) -> ModelConfig:
         experts_per_token=fields.need("num_experts_per_tok"),
         expert_hidden=fields.need("moe_intermediate_size") if qwen else intermediate,
         dense_hidden=intermediate,
-        shared_expert_hidden=fields.need("shared_expert_intermediate_size") if family is Family.QWEN2_MOE else 0,
+        shared_expert_hidden=fields.need("shared_expert_intermediate_size")
+        if family is Family.QWEN2_MOE
+        else 0,
         rms_norm_eps=float(fields.need("rms_norm_eps")),
         rope_theta=_rope_theta(family, fields),
         max_position=fields.need("max_position_embeddings"),
@@ -306,9 +312,13 @@ def _layer_windows(family: Family, fields: _Fields, num_layers: int) -> tuple[in
     if not used:
         # transformers drops the window itself then, whatever layer_types says of the layers.
         if layer_types and "sliding_attention" in layer_types:
-            raise ConfigError("config.json lists sliding_attention layers but use_sliding_window is false; keep one")
+            raise ConfigError(
+                "config.json lists sliding_attention layers but use_sliding_window is false; keep one"
+            )
         return (None,) * num_layers
-    _require(isinstance(window, int) and window >= 1, f"use_sliding_window is set and sliding_window is {window}")
+    _require(
+        isinstance(window, int) and window >= 1, f"use_sliding_window is set and sliding_window is {window}"
+    )
     if family is Family.QWEN3_MOE:
         return (window,) * num_layers
     if layer_types is None:

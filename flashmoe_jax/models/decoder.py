@@ -17,6 +17,7 @@ from jax import lax
 from flashmoe_jax.config import ModelConfig, QKNorm
 from flashmoe_jax.models.attention import KVCache, attend, read_cache, rotary_embedding, write_cache
 from flashmoe_jax.models.axes import Array
+from flashmoe_jax.numerics import matmul
 
 
 class Routing(NamedTuple):
@@ -31,7 +32,9 @@ class Linear(nnx.Module):
     """`y = x @ kernel.T + bias`, kernel `[out, in]`; float32 out."""
 
     def __init__(self, width: int, out: int, *, bias: bool = False, dtype: jnp.dtype, rngs: nnx.Rngs):
-        self.kernel = nnx.Param(jax.random.normal(rngs.params(), (out, width), dtype) * jnp.asarray(0.02, dtype))
+        self.kernel = nnx.Param(
+            jax.random.normal(rngs.params(), (out, width), dtype) * jnp.asarray(0.02, dtype)
+        )
         if bias:
             self.bias = nnx.Param(jnp.zeros((out,), dtype))
         self.use_bias = bias
@@ -196,17 +199,6 @@ class Decoder(nnx.Module):
         self.final_norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, dtype=dtype)
         if not config.tie_embeddings:
             self.lm_head = Linear(config.hidden_size, config.vocab_size, dtype=dtype, rngs=rngs)
-
-
-def matmul(x: Array, kernel: Array) -> Array:
-    """`x[..., in] @ kernel[out, in].T`, inputs in the kernel's dtype, float32 accumulation and result."""
-    return lax.dot_general(
-        x.astype(kernel.dtype),
-        kernel,
-        (((x.ndim - 1,), (1,)), ((), ())),
-        precision=lax.Precision.HIGHEST,
-        preferred_element_type=jnp.float32,
-    )
 
 
 def head_logits(final_norm: RMSNorm, kernel_VD: Array, x: Array) -> Array:

@@ -1,0 +1,10 @@
+"""Expert feed-forward over slots; every backend has the signature of `reference.py`."""
+
+from flashmoe_jax.experts.ffn.reference import (
+    add_expert_outputs,
+    expert_ffn,
+    expert_ffn_group,
+    expert_matrices,
+)
+
+__all__ = ["add_expert_outputs", "expert_ffn", "expert_ffn_group", "expert_matrices"]
