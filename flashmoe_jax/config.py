@@ -73,9 +73,7 @@ class ModelConfig:
             self.num_heads % self.num_kv_heads == 0,
             f"num_attention_heads {self.num_heads} is not a multiple of num_key_value_heads {self.num_kv_heads}",
         )
-        _require(
-            self.head_dim % 2 == 0, f"head_dim {self.head_dim} is odd; the rotary embedding needs it even"
-        )
+        _require(self.head_dim % 2 == 0, f"head_dim {self.head_dim} is odd; the rotary embedding needs it even")
         _require(
             self.experts_per_token <= self.num_experts,
             f"num_experts_per_tok {self.experts_per_token} exceeds num_experts {self.num_experts}",
@@ -108,9 +106,7 @@ class ModelConfig:
         fields = {f.name for f in dataclasses.fields(cls)}
         if set(values) != fields:
             odd = sorted(set(values) ^ fields)
-            raise ConfigError(
-                f"the manifest's config has missing or unknown fields {odd}; convert the model again"
-            )
+            raise ConfigError(f"the manifest's config has missing or unknown fields {odd}; convert the model again")
         return cls(
             **{
                 **values,
@@ -131,9 +127,7 @@ class ModelConfig:
         """
         model_type = hf.get("model_type")
         if model_type not in set(Family):
-            raise ConfigError(
-                f"model_type {model_type!r} is not supported; supported families: {', '.join(Family)}"
-            )
+            raise ConfigError(f"model_type {model_type!r} is not supported; supported families: {', '.join(Family)}")
         return _read_hf(Family(model_type), _Fields(hf))
 
 
@@ -247,9 +241,7 @@ def _read_hf(family: Family, fields: _Fields) -> ModelConfig:
         experts_per_token=fields.need("num_experts_per_tok"),
         expert_hidden=fields.need("moe_intermediate_size") if qwen else intermediate,
         dense_hidden=intermediate,
-        shared_expert_hidden=fields.need("shared_expert_intermediate_size")
-        if family is Family.QWEN2_MOE
-        else 0,
+        shared_expert_hidden=fields.need("shared_expert_intermediate_size") if family is Family.QWEN2_MOE else 0,
         rms_norm_eps=float(fields.need("rms_norm_eps")),
         rope_theta=_rope_theta(family, fields),
         max_position=fields.need("max_position_embeddings"),
@@ -285,11 +277,7 @@ def _rope_theta(family: Family, fields: _Fields) -> float:
         )
         if odd:
             raise ConfigError(f"config.json sets {name}.{odd[0]}, which changes the maths and is not handled")
-    thetas = {
-        float(t)
-        for t in (old_theta, parameters.get("rope_theta"), scaling.get("rope_theta"))
-        if t is not None
-    }
+    thetas = {float(t) for t in (old_theta, parameters.get("rope_theta"), scaling.get("rope_theta")) if t is not None}
     if len(thetas) > 1:
         raise ConfigError(
             f"config.json contradicts itself: rope_theta and rope_parameters give {sorted(thetas)}; keep one"
@@ -312,19 +300,14 @@ def _layer_windows(family: Family, fields: _Fields, num_layers: int) -> tuple[in
     if not used:
         # transformers drops the window itself then, whatever layer_types says of the layers.
         if layer_types and "sliding_attention" in layer_types:
-            raise ConfigError(
-                "config.json lists sliding_attention layers but use_sliding_window is false; keep one"
-            )
+            raise ConfigError("config.json lists sliding_attention layers but use_sliding_window is false; keep one")
         return (None,) * num_layers
-    _require(
-        isinstance(window, int) and window >= 1, f"use_sliding_window is set and sliding_window is {window}"
-    )
+    _require(isinstance(window, int) and window >= 1, f"use_sliding_window is set and sliding_window is {window}")
     if family is Family.QWEN3_MOE:
         return (window,) * num_layers
     if layer_types is None:
         layer_types = [
-            "sliding_attention" if i % 2 == 0 and i < max_window_layers else "full_attention"
-            for i in range(num_layers)
+            "sliding_attention" if i % 2 == 0 and i < max_window_layers else "full_attention" for i in range(num_layers)
         ]
     unknown = set(layer_types) - {"sliding_attention", "full_attention"}
     _require(not unknown, f"layer_types holds {sorted(unknown)}; known: sliding_attention, full_attention")

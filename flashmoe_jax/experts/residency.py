@@ -26,9 +26,7 @@ class StepPlan(NamedTuple):
     streamed and not admitted.
     """
 
-    slot: (
-        Array  # [B, X] int32 slot of each chosen expert after the step; -1 for a sequence that takes no part
-    )
+    slot: Array  # [B, X] int32 slot of each chosen expert after the step; -1 for a sequence that takes no part
     is_hit: Array  # [B, X] bool: resident before the step
     miss_expert: Array  # [M] int32 the missed experts, best first; -1 beyond them
     miss_slot: Array  # [M] int32 where each goes

@@ -101,9 +101,7 @@ def attend(q_BTNH: Array, k_BSKH: Array, v_BSKH: Array, position_BT: Array, wind
     return merged[:, :num_query_tokens]
 
 
-def _attend_block(
-    q_BTNH: Array, k_BSKH: Array, v_BSKH: Array, position_BT: Array, window: int | None
-) -> Array:
+def _attend_block(q_BTNH: Array, k_BSKH: Array, v_BSKH: Array, position_BT: Array, window: int | None) -> Array:
     B, T, N, H = q_BTNH.shape
     K = k_BSKH.shape[2]
     # Query heads n*G..n*G+G-1 share key/value head n (repeat_kv of transformers).

@@ -32,9 +32,7 @@ class Linear(nnx.Module):
     """`y = x @ kernel.T + bias`, kernel `[out, in]`; float32 out."""
 
     def __init__(self, width: int, out: int, *, bias: bool = False, dtype: jnp.dtype, rngs: nnx.Rngs):
-        self.kernel = nnx.Param(
-            jax.random.normal(rngs.params(), (out, width), dtype) * jnp.asarray(0.02, dtype)
-        )
+        self.kernel = nnx.Param(jax.random.normal(rngs.params(), (out, width), dtype) * jnp.asarray(0.02, dtype))
         if bias:
             self.bias = nnx.Param(jnp.zeros((out,), dtype))
         self.use_bias = bias
@@ -129,8 +127,7 @@ class Router(nnx.Module):
 
     def __init__(self, config: ModelConfig, *, dtype: jnp.dtype, rngs: nnx.Rngs):
         self.kernel = nnx.Param(
-            jax.random.normal(rngs.params(), (config.num_experts, config.hidden_size), dtype)
-            * jnp.asarray(0.02, dtype)
+            jax.random.normal(rngs.params(), (config.num_experts, config.hidden_size), dtype) * jnp.asarray(0.02, dtype)
         )
         self.top_k, self.normalise = config.experts_per_token, config.norm_topk_prob
 

@@ -97,9 +97,7 @@ def static_policy(popularity: np.ndarray) -> Policy:
     Once loaded, the most popular experts never leave; one that is less popular than every resident passes through
     the slot it needs and is the first to go.
     """
-    return Policy(
-        "static", init_usage, update_usage, score_static, params=jnp.asarray(popularity, jnp.float32)
-    )
+    return Policy("static", init_usage, update_usage, score_static, params=jnp.asarray(popularity, jnp.float32))
 
 
 _SCORES: dict[str, Callable[[tuple[()], UsageState, Array], Array]] = {
