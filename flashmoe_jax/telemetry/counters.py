@@ -1,0 +1,85 @@
+"""Counters of expert caching, kept apart for prefill and decode.
+
+One access is one distinct (step, layer, expert). Names are those of `--json`, logs and metrics. Invariants, checked
+by `check_identities`: accesses = hits + misses, misses = demand_reads + late, and read_bytes counts every read begun.
+"""
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+
+# An evicted expert asked for again within this many tokens counts as re-fetched.
+REFETCH_TOKENS = 5
+
+
+@dataclasses.dataclass
+class StageCounters:
+    """Sums over the steps of one stage."""
+
+    record_bytes: int
+    accesses: int = 0
+    hits: int = 0
+    misses: int = 0
+    demand_reads: int = 0
+    prefetch_useful: int = 0
+    prefetch_late: int = 0
+    prefetch_wasted: int = 0
+    prefetch_cancelled: int = 0
+    evictions: int = 0
+    refetches: int = 0
+    stall_s: float = 0.0
+    tokens: int = 0
+
+    @property
+    def num_reads(self) -> int:
+        return self.demand_reads + self.prefetch_useful + self.prefetch_late + self.prefetch_wasted
+
+    @property
+    def read_bytes(self) -> int:
+        return self.num_reads * self.record_bytes
+
+    @property
+    def hit_rate(self) -> float | None:
+        return self.hits / self.accesses if self.accesses else None
+
+    def check_identities(self) -> None:
+        """Asserts what must hold after every step."""
+        assert self.accesses == self.hits + self.misses
+        assert self.misses == self.demand_reads + self.prefetch_late
+
+    def to_json(self) -> dict[str, Any]:
+        """The counters under their public names."""
+        return {
+            "accesses": self.accesses,
+            "hits": self.hits,
+            "misses": self.misses,
+            "demand_reads": self.demand_reads,
+            "prefetch_reads": {
+                "useful": self.prefetch_useful,
+                "late": self.prefetch_late,
+                "wasted": self.prefetch_wasted,
+                "cancelled": self.prefetch_cancelled,
+            },
+            "read_bytes": self.read_bytes,
+            "stall_ms": round(self.stall_s * 1e3, 3),
+            "evictions": self.evictions,
+            "refetch_5": self.refetches / self.evictions if self.evictions else None,
+        }
+
+
+class RefetchWatch:
+    """Notices evicted experts that are asked for again soon."""
+
+    def __init__(self, num_layers: int, num_experts: int):
+        self._evicted_at = np.full((num_layers, num_experts), -(10**9), np.int64)
+
+    def evicted(self, layer: int, experts: np.ndarray, token: int) -> None:
+        """Experts of a layer left at token number `token`."""
+        self._evicted_at[layer, experts] = token
+
+    def count_refetches(self, layer: int, experts: np.ndarray, token: int) -> int:
+        """How many of the missed experts had left within REFETCH_TOKENS tokens; each eviction counts once."""
+        soon = token - self._evicted_at[layer, experts] <= REFETCH_TOKENS
+        self._evicted_at[layer, experts] = -(10**9)
+        return int(np.count_nonzero(soon))
