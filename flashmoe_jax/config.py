@@ -65,10 +65,9 @@ class ModelConfig:
     weight_dtype: str
 
     def __post_init__(self) -> None:
-        for name in ("vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim"):
-            _require(getattr(self, name) >= 1, f"{name} is {getattr(self, name)}; it must be at least 1")
-        for name in ("num_experts", "expert_hidden", "experts_per_token", "max_position"):
-            _require(getattr(self, name) >= 1, f"{name} is {getattr(self, name)}; it must be at least 1")
+        for name in _COUNTS:
+            count = getattr(self, name)
+            _require(_is_count(count), f"{name} is {count!r}; it must be an integer of at least 1")
         _require(
             self.num_heads % self.num_kv_heads == 0,
             f"num_attention_heads {self.num_heads} is not a multiple of num_key_value_heads {self.num_kv_heads}",
@@ -132,20 +131,24 @@ class ModelConfig:
 
 
 WEIGHT_DTYPES = ("bfloat16", "float16", "float32")
+_COUNTS = (
+    *("vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "max_position"),
+    *("num_experts", "experts_per_token", "expert_hidden", "dense_hidden"),
+)
 
 # Fields that never change an inference result: training, bookkeeping, and generation defaults.
 _IGNORED = frozenset(
     """
-    _name_or_path add_cross_attention architectures attention_dropout auto_map bad_words_ids begin_suppress_tokens
-    bos_token_id chunk_size_feed_forward cross_attention_hidden_size decoder_start_token_id diversity_penalty do_sample
-    early_stopping encoder_no_repeat_ngram_size eos_token_id exponential_decay_length_penalty finetuning_task
-    forced_bos_token_id forced_eos_token_id id2label initializer_range is_decoder is_encoder_decoder label2id
-    length_penalty max_length min_length no_repeat_ngram_size num_beam_groups num_beams num_return_sequences
-    output_attentions output_hidden_states output_router_logits output_scores pad_token_id prefix problem_type
-    pruned_heads remove_invalid_values repetition_penalty return_dict return_dict_in_generate router_aux_loss_coef
-    router_jitter_noise router_z_loss_coef sep_token_id suppress_tokens task_specific_params temperature tf_legacy_loss
-    tie_encoder_decoder tokenizer_class top_k top_p torchscript transformers_version typical_p use_bfloat16 use_cache
-    model_type
+    _attn_implementation_autoset _name_or_path add_cross_attention architectures attention_dropout auto_map
+    bad_words_ids begin_suppress_tokens bos_token_id chunk_size_feed_forward cross_attention_hidden_size
+    decoder_start_token_id diversity_penalty do_sample early_stopping encoder_no_repeat_ngram_size eos_token_id
+    exponential_decay_length_penalty finetuning_task forced_bos_token_id forced_eos_token_id id2label
+    initializer_range is_decoder is_encoder_decoder label2id length_penalty max_length min_length model_type
+    no_repeat_ngram_size num_beam_groups num_beams num_return_sequences output_attentions output_hidden_states
+    output_router_logits output_scores pad_token_id prefix problem_type pruned_heads remove_invalid_values
+    repetition_penalty return_dict return_dict_in_generate router_aux_loss_coef router_jitter_noise router_z_loss_coef
+    sep_token_id suppress_tokens task_specific_params temperature tf_legacy_loss tie_encoder_decoder tokenizer_class
+    top_k top_p torchscript transformers_version typical_p use_bfloat16 use_cache
     """.split()
 )
 # Fields whose one harmless value is accepted and whose every other value changes the maths.
@@ -167,8 +170,8 @@ class _Fields:
         self._hf = hf
         self._read: set[str] = set()
 
-    def has(self, name: str) -> bool:
-        return self._hf.get(name) is not None
+    def is_null(self, name: str) -> bool:
+        return name in self._hf and self._hf[name] is None
 
     def get(self, *spellings: str, default: Any = None) -> Any:
         """The value under any of the spellings; they must agree where several are present and not null."""
@@ -183,6 +186,11 @@ class _Fields:
         if value is None:
             raise ConfigError(f"config.json lacks {' / '.join(spellings)}; it is needed to build the model")
         return value
+
+    def need_count(self, name: str) -> int:
+        count = self.need(name)
+        _require(_is_count(count), f"{name} is {count!r}; it must be an integer of at least 1")
+        return count
 
     def refuse_the_rest(self, family: Family) -> None:
         for name, allowed in _NEUTRAL.items():
@@ -200,9 +208,9 @@ class _Fields:
 
 
 def _read_hf(family: Family, fields: _Fields) -> ModelConfig:
-    num_layers = fields.need("num_hidden_layers")
-    num_heads = fields.need("num_attention_heads")
-    hidden_size = fields.need("hidden_size")
+    num_layers = fields.need_count("num_hidden_layers")
+    num_heads = fields.need_count("num_attention_heads")
+    hidden_size = fields.need_count("hidden_size")
     # transformers ignores head_dim for OLMoE and Qwen2-MoE unless it is present, so a present one is honoured.
     head_dim = fields.get("head_dim", default=None)
     if head_dim is None:
@@ -235,7 +243,7 @@ def _read_hf(family: Family, fields: _Fields) -> ModelConfig:
         hidden_size=hidden_size,
         num_layers=num_layers,
         num_heads=num_heads,
-        num_kv_heads=fields.get("num_key_value_heads", default=num_heads),
+        num_kv_heads=_num_kv_heads(family, fields, num_heads),
         head_dim=head_dim,
         num_experts=fields.need("num_local_experts", "num_experts"),
         experts_per_token=fields.need("num_experts_per_tok"),
@@ -257,6 +265,14 @@ def _read_hf(family: Family, fields: _Fields) -> ModelConfig:
     )
     fields.refuse_the_rest(family)
     return config
+
+
+def _num_kv_heads(family: Family, fields: _Fields, num_heads: int) -> int:
+    # An absent count means one per query head in OLMoE, and so does a null in Mixtral. Elsewhere the classes of
+    # transformers put a number of their own in its place, which no checkpoint can be meant to depend on.
+    if family is Family.OLMOE or (family is Family.MIXTRAL and fields.is_null("num_key_value_heads")):
+        return fields.get("num_key_value_heads", default=num_heads)
+    return fields.need("num_key_value_heads")
 
 
 def _rope_theta(family: Family, fields: _Fields) -> float:
@@ -304,6 +320,8 @@ def _layer_windows(family: Family, fields: _Fields, num_layers: int) -> tuple[in
         return (None,) * num_layers
     _require(isinstance(window, int) and window >= 1, f"use_sliding_window is set and sliding_window is {window}")
     if family is Family.QWEN3_MOE:
+        full = layer_types and set(layer_types) != {"sliding_attention"}
+        _require(not full, "layer_types has layers without a window, but qwen3_moe applies its window to every layer")
         return (window,) * num_layers
     if layer_types is None:
         layer_types = [
@@ -325,6 +343,10 @@ def _moe_layers(fields: _Fields, num_layers: int) -> tuple[int, ...]:
 def _dtype(fields: _Fields) -> str:
     dtype = fields.get("dtype", "torch_dtype", default="bfloat16")
     return str(dtype).removeprefix("torch.")
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and value >= 1
 
 
 def _optional_float(value: Any) -> float | None:

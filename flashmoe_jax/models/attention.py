@@ -114,7 +114,8 @@ def _attend_block(q_BTNH: Array, k_BSKH: Array, v_BSKH: Array, position_BT: Arra
     visible_BTS = key_position_S <= position_BT[..., None]
     if window is not None:
         visible_BTS &= key_position_S > position_BT[..., None] - window
-    scores_BKGTS = jnp.where(visible_BTS[:, None, None], scores_BKGTS, -jnp.inf)
+    # The lowest finite score, not -inf: a padded query whose window holds no key must not turn into NaN.
+    scores_BKGTS = jnp.where(visible_BTS[:, None, None], scores_BKGTS, jnp.finfo(jnp.float32).min)
     weight_BKGTS = jax.nn.softmax(scores_BKGTS, axis=-1)
     out_BTKGH = jnp.einsum(
         "BKGTS,BSKH->BTKGH",

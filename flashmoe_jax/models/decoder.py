@@ -140,7 +140,7 @@ class Router(nnx.Module):
 
 
 class DecoderLayer(nnx.Module):
-    """One layer up to the router: attention, norms, and either a dense feed-forward or a router (with shared expert)."""
+    """One layer up to the router: attention, norms, and a dense feed-forward or a router (with shared expert)."""
 
     def __init__(self, config: ModelConfig, layer: int, *, dtype: jnp.dtype, rngs: nnx.Rngs):
         D = config.hidden_size

@@ -73,6 +73,12 @@ class NameMap:
         self._moe_block = "block_sparse_moe" if mixtral else "mlp"
         self._field_names = {f: _MIXTRAL_FIELDS[f] if mixtral else f for f, _ in expert_field_specs(config)}
         self._path_of_key = {self.hf_key(DenseTarget(path)): path for path in dense_weight_specs(config)}
+        # transformers 5 holds Mixtral's routers under the name of the other families, and can save them so.
+        self._aliases = {
+            key.replace(".block_sparse_moe.", ".mlp."): path
+            for key, path in self._path_of_key.items()
+            if ".block_sparse_moe." in key
+        }
         layer_id = r"model\.layers\.(?P<layer>\d+)"
         names = "|".join(self._field_names.values())
         self._expert_key = re.compile(
@@ -88,6 +94,8 @@ class NameMap:
         """
         if key in self._path_of_key:
             return DenseTarget(self._path_of_key[key])
+        if key in self._aliases:
+            return DenseTarget(self._aliases[key])
         if self._config.tie_embeddings and key == "lm_head.weight":
             return DenseTarget("embedder.embedding")
         if match := self._expert_key.fullmatch(key):

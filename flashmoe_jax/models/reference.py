@@ -87,12 +87,12 @@ def head_kernel(decoder: Decoder) -> Array:
 
 def feed_forward(layer: DecoderLayer, experts: Sequence[Expert], h_BTD: Array) -> tuple[Array, Routing | None]:
     """What a layer adds to the residual after attention, and the router's choice where it has one."""
-    dense_BTD = layer.dense_output(h_BTD)
     if not layer.is_moe:
-        return dense_BTD, None
+        return layer.mlp(h_BTD), None
     choice = layer.router(h_BTD)
     routed_BTD = routed_output(h_BTD, choice, experts)
-    return routed_BTD if dense_BTD is None else routed_BTD + dense_BTD, choice
+    shared_BTD = layer.dense_output(h_BTD)
+    return routed_BTD if shared_BTD is None else routed_BTD + shared_BTD, choice
 
 
 def routed_output(h_BTD: Array, choice: Routing, experts: Sequence[Expert]) -> Array:
