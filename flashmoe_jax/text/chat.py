@@ -85,15 +85,16 @@ class ChatTemplate:
         Raises:
             PromptError: the template refuses the messages or cannot handle them.
         """
+        variables = _plain(variables or {})
         for name in _OWN_ARGUMENTS:
             if name in variables:
                 raise PromptError(f"the chat template variable {name!r} is set by us; leave it out")
-        seen = {"tools": None, "documents": None, **self._special_tokens, **_plain(variables)}
-        chat = [_with_reasoning({k: v for k, v in _plain(m).items() if v is not None}) for m in messages]
+        seen = {"tools": None, "documents": None, **self._special_tokens, **variables}
+        seen["messages"] = [_with_reasoning({k: v for k, v in _plain(m).items() if v is not None}) for m in messages]
+        seen["add_generation_prompt"] = add_generation_prompt
+        template = self._pick(seen["tools"])
         try:
-            return self._pick(seen["tools"]).render(messages=chat, add_generation_prompt=add_generation_prompt, **seen)
-        except PromptError:
-            raise
+            return template.render(seen)
         except Exception as error:  # a template is a program: it can fail in any way
             detail = " ".join(str(error).split())
             raise PromptError(f"the model's chat template refuses this conversation: {detail}") from error
