@@ -1,0 +1,129 @@
+"""Dense weights on the drive: an orbax checkpoint of a nested dict, written and read in little memory.
+
+Owns the orbax options and the translation between dotted paths and the nested dict; knows nothing of manifests or
+experts. Invariant: what `load_dense` returns is bit for bit what `save_dense` was given.
+
+Orbax's defaults are for training checkpoints. Here: no compression and no OCDBT (a weight is one plain zarr3 array),
+no deep copy of what is saved (it would double the memory), and loading in groups (one whole load keeps a second copy
+of most weights until it ends).
+"""
+
+import contextlib
+import gc
+import logging
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from orbax.checkpoint import v1 as ocp
+
+from flashmoe_jax.errors import CheckpointError
+from flashmoe_jax.models.weights import WeightSpec
+
+_GROUP_BYTES = 64 << 20  # weights loaded by one call; a larger weight is a group of its own
+
+Shardings = jax.sharding.Sharding | Mapping[str, jax.sharding.Sharding]
+
+
+def save_dense(directory: Path, weights: Mapping[str, np.ndarray]) -> None:
+    """Writes weights by dotted path to a new directory; nothing of that name exists before it is whole."""
+    context = ocp.Context()
+    context.array.saving.use_ocdbt = False
+    context.array.saving.use_compression = False
+    context.array.saving.enable_write_sharding_file = False
+    context.memory.deepcopy_host_arrays = False
+    with _quiet_absl(), context:
+        ocp.save(directory, _nest(weights))
+
+
+def load_dense(
+    directory: Path, specs: Mapping[str, WeightSpec], sharding: Shardings | None = None
+) -> dict[str, jax.Array]:
+    """Reads weights straight to their device.
+
+    Args:
+        directory: what `save_dense` wrote.
+        specs: path, shape and dtype of every weight; the checkpoint must have exactly these.
+        sharding: one for all, or one per path; None is the first device.
+
+    Raises:
+        CheckpointError: the directory is missing, damaged, or holds other weights.
+    """
+    if sharding is None:
+        sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    weights: dict[str, jax.Array] = {}
+    for group in _groups(specs):
+        abstract: dict[str, Any] = dict.fromkeys(specs, ocp.PLACEHOLDER)
+        for path in group:
+            target = sharding[path] if isinstance(sharding, Mapping) else sharding
+            abstract[path] = jax.ShapeDtypeStruct(specs[path].shape, np.dtype(specs[path].dtype), sharding=target)
+        try:
+            with _quiet_absl():
+                loaded = _flatten(ocp.load(directory, _nest(abstract)))
+        except (ValueError, KeyError, OSError) as error:
+            raise CheckpointError(
+                f"the dense weights in {directory} cannot be read ({_first_line(error)}); "
+                "check them with checkpoints.verify, or convert the model again"
+            ) from None
+        weights |= {path: jax.block_until_ready(loaded[path]) for path in group}
+        # Orbax leaves its reads in reference cycles; collected here, they do not add up over the groups.
+        del loaded
+        gc.collect()
+    return {path: weights[path] for path in specs}
+
+
+def _groups(specs: Mapping[str, WeightSpec]) -> Iterator[list[str]]:
+    group: list[str] = []
+    group_bytes = 0
+    for path, spec in specs.items():
+        num_bytes = math.prod(spec.shape) * np.dtype(spec.dtype).itemsize
+        if group and group_bytes + num_bytes > _GROUP_BYTES:
+            yield group
+            group, group_bytes = [], 0
+        group.append(path)
+        group_bytes += num_bytes
+    if group:
+        yield group
+
+
+def _nest(flat: Mapping[str, Any]) -> dict[str, Any]:
+    tree: dict[str, Any] = {}
+    for path, value in flat.items():
+        *parents, name = path.split(".")
+        node = tree
+        for parent in parents:
+            node = node.setdefault(parent, {})
+        node[name] = value
+    return tree
+
+
+def _flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, value in tree.items():
+        if isinstance(value, Mapping):
+            flat |= _flatten(value, f"{prefix}{name}.")
+        else:
+            flat[f"{prefix}{name}"] = value
+    return flat
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).split("\n")[0][:200]
+
+
+@contextlib.contextmanager
+def _quiet_absl() -> Iterator[None]:
+    """Keeps orbax from warning that there is no OCDBT database, which is how it is meant to be."""
+    logger = logging.getLogger("absl")
+
+    def is_news(record: logging.LogRecord) -> bool:
+        return record.levelno >= logging.ERROR
+
+    logger.addFilter(is_news)
+    try:
+        yield
+    finally:
+        logger.removeFilter(is_news)
