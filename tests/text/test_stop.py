@@ -1,5 +1,5 @@
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flashmoe_jax.errors import PromptError
@@ -28,6 +28,7 @@ def test_text_ends_before_the_stop_string(stop: list[str], pieces: list[str], sh
     assert run(stop, pieces) == (shown, is_stopped)
 
 
+@settings(deadline=None)
 @given(stop=st.lists(st.text("ab", min_size=1, max_size=4), max_size=3), text=st.text("abc", max_size=20))
 def test_the_cut_into_pieces_does_not_matter(stop: list[str], text: str):
     shown, is_stopped = run(stop, list(text))

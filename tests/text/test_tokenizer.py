@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 import tiny_tokenizers
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flashmoe_jax.errors import CheckpointError, PromptError
@@ -36,6 +36,7 @@ def test_the_stream_fits_the_decoder(kind: str, stream_type: type):
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@settings(deadline=None)
 @given(text=st.text(max_size=40))
 def test_pieces_are_the_text_of_all_tokens(kind: str, text: str):
     tokenizer = BY_KIND[kind]
@@ -47,6 +48,7 @@ def test_pieces_are_the_text_of_all_tokens(kind: str, text: str):
 
 
 @pytest.mark.parametrize("kind", ["byte_level", "byte_fallback"])
+@settings(deadline=None)
 @given(text=st.text(max_size=40))
 def test_text_comes_back_as_it_went_in(kind: str, text: str):
     tokenizer = BY_KIND[kind]
@@ -54,6 +56,7 @@ def test_text_comes_back_as_it_went_in(kind: str, text: str):
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@settings(deadline=None)
 @given(data=st.data())
 def test_any_ids_stream_like_they_decode(kind: str, data: st.DataObject):
     """A random model emits anything: special tokens, half characters, ids outside the vocabulary."""
@@ -68,6 +71,7 @@ def test_any_ids_stream_like_they_decode(kind: str, data: st.DataObject):
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@settings(deadline=None)
 @given(before=st.text("ab ", min_size=1, max_size=8), after=st.text("ab ☃", max_size=8))
 def test_a_continuation_keeps_its_spaces(kind: str, before: str, after: str):
     tokenizer = BY_KIND[kind]
