@@ -12,7 +12,7 @@ import contextlib
 import gc
 import logging
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +35,8 @@ def save_dense(directory: Path, weights: Mapping[str, np.ndarray]) -> None:
     context.array.saving.use_compression = False
     context.array.saving.enable_write_sharding_file = False
     context.memory.deepcopy_host_arrays = False
-    with _quiet_absl(), context:
-        ocp.save(directory, _nest(weights))
+    with quiet_orbax(), context:
+        ocp.save(directory, nest(weights))
 
 
 def load_dense(
@@ -54,25 +54,43 @@ def load_dense(
     """
     if sharding is None:
         sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+
+    def leaf(path: str) -> jax.ShapeDtypeStruct:
+        target = sharding[path] if isinstance(sharding, Mapping) else sharding
+        return jax.ShapeDtypeStruct(specs[path].shape, np.dtype(specs[path].dtype), sharding=target)
+
     weights: dict[str, jax.Array] = {}
-    for group in _groups(specs):
-        abstract: dict[str, Any] = dict.fromkeys(specs, ocp.PLACEHOLDER)
-        for path in group:
-            target = sharding[path] if isinstance(sharding, Mapping) else sharding
-            abstract[path] = jax.ShapeDtypeStruct(specs[path].shape, np.dtype(specs[path].dtype), sharding=target)
+    for group in _load_groups(directory, specs, leaf):
+        weights |= jax.block_until_ready(group)
+    return weights
+
+
+def read_dense(directory: Path, specs: Mapping[str, WeightSpec]) -> Iterator[tuple[str, np.ndarray]]:
+    """Reads weights one after the other to the host, a group of them in memory at a time; else as `load_dense`."""
+
+    def leaf(path: str) -> np.ndarray:
+        return np.broadcast_to(np.zeros((), np.dtype(specs[path].dtype)), specs[path].shape)
+
+    for group in _load_groups(directory, specs, leaf):
+        yield from group.items()
+
+
+def _load_groups(
+    directory: Path, specs: Mapping[str, WeightSpec], abstract_leaf: Callable[[str], Any]
+) -> Iterator[dict[str, Any]]:
+    for paths in _groups(specs):
+        abstract = dict.fromkeys(specs, ocp.PLACEHOLDER) | {path: abstract_leaf(path) for path in paths}
         try:
-            with _quiet_absl():
-                loaded = _flatten(ocp.load(directory, _nest(abstract)))
-        except (ValueError, KeyError, OSError) as error:
+            with quiet_orbax():
+                loaded = flatten(ocp.load(directory, nest(abstract)))
+        except (ValueError, KeyError, TypeError, OSError) as error:
             raise CheckpointError(
-                f"the dense weights in {directory} cannot be read ({_first_line(error)}); "
-                "check them with checkpoints.verify, or convert the model again"
+                f"the dense weights in {directory} cannot be read ({_first_line(error)}); convert the model again"
             ) from None
-        weights |= {path: jax.block_until_ready(loaded[path]) for path in group}
+        yield {path: loaded[path] for path in paths}
         # Orbax leaves its reads in reference cycles; collected here, they do not add up over the groups.
         del loaded
         gc.collect()
-    return {path: weights[path] for path in specs}
 
 
 def _groups(specs: Mapping[str, WeightSpec]) -> Iterator[list[str]]:
@@ -89,7 +107,8 @@ def _groups(specs: Mapping[str, WeightSpec]) -> Iterator[list[str]]:
         yield group
 
 
-def _nest(flat: Mapping[str, Any]) -> dict[str, Any]:
+def nest(flat: Mapping[str, Any]) -> dict[str, Any]:
+    """A nested dict from dotted paths."""
     tree: dict[str, Any] = {}
     for path, value in flat.items():
         *parents, name = path.split(".")
@@ -100,11 +119,12 @@ def _nest(flat: Mapping[str, Any]) -> dict[str, Any]:
     return tree
 
 
-def _flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Dotted paths from a nested dict."""
     flat: dict[str, Any] = {}
     for name, value in tree.items():
         if isinstance(value, Mapping):
-            flat |= _flatten(value, f"{prefix}{name}.")
+            flat |= flatten(value, f"{prefix}{name}.")
         else:
             flat[f"{prefix}{name}"] = value
     return flat
@@ -115,7 +135,7 @@ def _first_line(error: BaseException) -> str:
 
 
 @contextlib.contextmanager
-def _quiet_absl() -> Iterator[None]:
+def quiet_orbax() -> Iterator[None]:
     """Keeps orbax from warning that there is no OCDBT database, which is how it is meant to be."""
     logger = logging.getLogger("absl")
 
