@@ -1,8 +1,8 @@
 """Traces: which experts every token chose, in order, as one `.npz` file.
 
 Owns the format: `ids` `[tokens, L, X]` uint8 or uint16 (255 / 65535 = missing), `seq_id` int32, `phase` uint8 (0
-prefill, 1 decode), `step` int32 (rows of one batch step or one prompt share it), `token` int32, `meta` JSON. Rows are in
-the order of steps, within a step by sequence and position.
+prefill, 1 decode), `step` int32 (rows of one batch step or one prompt share it), `token` int32, `meta` JSON. Rows are
+in the order of steps, within a step by sequence and position.
 """
 
 import json

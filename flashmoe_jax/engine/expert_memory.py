@@ -1,0 +1,108 @@
+"""Expert memory of a running engine: store, slots, residency, policy and counters, joined.
+
+Owns the one state that all sessions of an engine share. `prefill.py` and `decode.py` move it from step to step.
+Invariant: between steps every expert that the residency calls resident has its whole, checked record in its slot.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from flashmoe_jax.config import ModelConfig
+from flashmoe_jax.engine.budget import MAX_READS_IN_FLIGHT, MemoryPlan
+from flashmoe_jax.engine.dense import DenseWeights, LayerKind
+from flashmoe_jax.engine.steps import (
+    RowMap,
+    StepState,
+    make_decode_step,
+    make_dense_step,
+    make_expert_ffn,
+    make_expert_ffn_group,
+    make_prefill_step,
+)
+from flashmoe_jax.experts.fetcher import Fetcher
+from flashmoe_jax.experts.residency import init_residency
+from flashmoe_jax.experts.slots import SlotBuffer, make_slot_buffer
+from flashmoe_jax.experts.store import ExpertStore
+from flashmoe_jax.policy.base import Policy, PolicyShape
+from flashmoe_jax.telemetry.counters import RefetchWatch, StageCounters
+
+
+@dataclasses.dataclass(frozen=True)
+class Programs:
+    """The jitted steps of one engine, per layer kind; compiled at first use of each shape."""
+
+    decode: dict[LayerKind, Any]
+    prefill: dict[LayerKind, Any]
+    dense: dict[LayerKind, Any]
+    expert_ffn: Any
+    expert_ffn_group: Any
+
+
+class ExpertMemory:
+    """Slots, who is in them, and how they change."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        dense: DenseWeights,
+        store: ExpertStore,
+        policy: Policy,
+        plan: MemoryPlan,
+        device: jax.Device,
+        slots: SlotBuffer | None = None,
+    ):
+        layout = store.layout
+        self.config, self.policy, self.store = config, policy, store
+        self.rows = RowMap(config.num_moe_layers, plan.slots_per_layer, plan.num_staging)
+        self.slots = slots or make_slot_buffer(
+            self.rows.num_rows, layout.record_words, np.dtype(layout.word_dtype), device
+        )
+        self.fetcher = Fetcher(store, self.slots, layout.record_bytes, MAX_READS_IN_FLIGHT)
+        self.programs = _make_programs(dense, policy, self.rows, layout.fields)
+        self.prefill_counters = StageCounters(layout.record_bytes)
+        self.decode_counters = StageCounters(layout.record_bytes)
+        self.refetch = RefetchWatch(config.num_moe_layers, config.num_experts)
+        self.num_tokens = 0  # decode steps and prompt tokens so far, the clock of re-fetches
+        self.state = self._initial_state()
+
+    def reset(self) -> None:
+        """Forgets who is resident and what the policy saw; used after a failed step, whose slots cannot be trusted."""
+        self.fetcher.drain()
+        self.state = self._initial_state()
+
+    def record_evictions(self, counters: StageCounters, layer: int, experts: Sequence[int] | np.ndarray) -> None:
+        """Counts experts that left a layer."""
+        gone = np.asarray(experts)
+        counters.evictions += len(gone)
+        self.refetch.evicted(layer, gone, self.num_tokens)
+
+    def resident_experts(self) -> list[set[int]]:
+        """Who is in the slots now, per MoE layer."""
+        table = np.asarray(self.state.residency.expert_of_slot)
+        return [{int(e) for e in row if e >= 0} for row in table]
+
+    def close(self) -> None:
+        """Waits for reads and frees the slots."""
+        self.fetcher.drain()
+        self.store.close()
+        self.slots.close()
+
+    def _initial_state(self) -> StepState:
+        L, E = self.config.num_moe_layers, self.config.num_experts
+        shape = PolicyShape(L, E, self.config.experts_per_token)
+        return StepState(init_residency(L, E, self.rows.num_slots), self.policy.init(shape))
+
+
+def _make_programs(dense: DenseWeights, policy: Policy, rows: RowMap, fields: Any) -> Programs:
+    kinds = set(dense.kinds)
+    return Programs(
+        decode={kind: make_decode_step(kind, policy, rows) for kind in kinds if kind.is_moe},
+        prefill={kind: make_prefill_step(kind, policy) for kind in kinds if kind.is_moe},
+        dense={kind: make_dense_step(kind) for kind in kinds if not kind.is_moe},
+        expert_ffn=make_expert_ffn(fields),
+        expert_ffn_group=make_expert_ffn_group(fields),
+    )

@@ -1,0 +1,242 @@
+"""Prefill: the whole prompt, layer by layer; every expert it needs is read at most once.
+
+Per MoE layer the union of the tokens' experts is known before the first read. Resident experts are used where they
+are; missing ones fill free slots, best first, and the rest streams through the staging ring; nothing is evicted to
+admit. When a layer is done, records still in the ring replace residents that are worth less, by a copy on the device.
+Experts compute in the order of their ids, so that the sum over a token's experts has one order whatever was resident.
+"""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from flashmoe_jax.engine.budget import GROUP_SIZES
+from flashmoe_jax.engine.dense import DenseWeights
+from flashmoe_jax.engine.expert_memory import ExpertMemory
+from flashmoe_jax.engine.steps import PrefillOutput, PrefillPlan, add_group_sums, unpack_prefill
+from flashmoe_jax.experts.fetcher import Read
+from flashmoe_jax.experts.residency import replace
+from flashmoe_jax.models.attention import KVCache
+
+
+class _TokenGroup(NamedTuple):
+    """Tokens of one expert, padded to one of GROUP_SIZES."""
+
+    token: np.ndarray  # int32; the number of tokens marks padding
+    rank: np.ndarray  # int32 place of the expert among the token's choices
+
+
+def prefill_prompt(
+    dense: DenseWeights,
+    memory: ExpertMemory,
+    caches: list[KVCache],
+    token_BT: np.ndarray,
+    position_BT: np.ndarray,
+    valid_BT: np.ndarray,
+    attend_length: int,
+) -> tuple[Array, np.ndarray]:
+    """Runs the prompts through all layers.
+
+    Args:
+        caches: per layer; donated, and replaced in the list.
+        token_BT: int32 ids, padded on the right.
+        position_BT: int32; the capacity or more where padded.
+        valid_BT: bool, False where padded.
+        attend_length: cache positions that the tokens may look at, those of earlier turns included.
+
+    Returns:
+        Logits `[B, V]` float32 after the last valid token of each prompt, and the chosen experts `[B, T, L, X]`
+        int32, -1 where padded.
+    """
+    config, programs = memory.config, memory.programs
+    B, T = token_BT.shape
+    chosen = np.full((B, T, config.num_moe_layers, config.experts_per_token), -1, np.int32)
+    x_BTD = dense.embed(token_BT)
+    moe_layer = 0
+    for layer, (kind, leaves) in enumerate(zip(dense.kinds, dense.layers, strict=True)):
+        if not kind.is_moe:
+            x_BTD, caches[layer] = programs.dense[kind](
+                leaves, x_BTD, caches[layer], position_BT, attend_length=attend_length
+            )
+            continue
+        output, caches[layer], memory.state, packed = programs.prefill[kind](
+            leaves,
+            x_BTD,
+            caches[layer],
+            position_BT,
+            valid_BT,
+            memory.state,
+            memory.policy.params,
+            np.int32(moe_layer),
+            attend_length=attend_length,
+        )
+        plan = unpack_prefill(np.asarray(packed), B, T, config.experts_per_token, config.num_experts)
+        x_BTD = _run_experts(memory, moe_layer, plan, output).reshape(B, T, -1)
+        chosen[:, :, moe_layer] = plan.expert_BTX
+        moe_layer += 1
+    lengths_B = valid_BT.sum(axis=1)
+    memory.num_tokens += int(lengths_B.max(initial=0))
+    memory.prefill_counters.tokens += int(lengths_B.sum())
+    memory.prefill_counters.check_identities()
+    last_BD = x_BTD[np.arange(B), np.maximum(lengths_B - 1, 0)]
+    return dense.logits(last_BD), chosen
+
+
+def _run_experts(memory: ExpertMemory, layer: int, plan: PrefillPlan, output: PrefillOutput) -> Array:
+    """Computes every needed expert of a layer, in the order of their ids, and returns the residual `[T, D]`."""
+    ids_TX = plan.expert_BTX.reshape(-1, plan.expert_BTX.shape[-1])
+    groups = _group_tokens(ids_TX)
+    needed = sorted(groups)
+    missing = [e for e in needed if plan.slot_before[e] < 0]
+    staged = [e for e in missing if plan.slot_after[e] < 0]
+    _count(memory, layer, len(needed), missing)
+    ring = _Ring(memory, layer, missing, plan.slot_after)
+    weight_TX = np.asarray(output.weight_TX)
+    y_TD = jnp.zeros(output.x_TD.shape, jnp.float32)
+    for expert in needed:
+        row = ring.row_of(expert)
+        done = None
+        for group in groups[expert]:
+            weight_G = weight_TX[np.minimum(group.token, len(weight_TX) - 1), group.rank]
+            y_TD, done = memory.programs.expert_ffn_group(
+                y_TD, output.h_TD, memory.slots.array, np.int32(row), group.token, weight_G
+            )
+        ring.computing(expert, done)
+    x_TD = add_group_sums(output.x_TD, y_TD, output.dense_TD)
+    ring.wait_for_compute()
+    _replace_lower_scored(memory, layer, plan, staged[-memory.rows.num_staging :], ring)
+    return x_TD
+
+
+def _group_tokens(ids_TX: np.ndarray) -> dict[int, list[_TokenGroup]]:
+    """Tokens per expert. Sizes follow from the routing alone, so a result never depends on what was resident."""
+    num_tokens = len(ids_TX)
+    flat = ids_TX.reshape(-1)
+    order = np.argsort(flat, kind="stable")
+    order = order[np.searchsorted(flat[order], 0) :]  # -1, padding, comes first
+    token, rank = np.divmod(order, ids_TX.shape[1])
+    experts, starts = np.unique(flat[order], return_index=True)
+    groups: dict[int, list[_TokenGroup]] = {}
+    for expert, start, end in zip(experts, starts, [*starts[1:], len(order)], strict=True):
+        parts = []
+        for first in range(start, end, GROUP_SIZES[-1]):
+            last = min(first + GROUP_SIZES[-1], end)
+            size = next(s for s in GROUP_SIZES if s >= last - first)
+            # Padding counts up from num_tokens: token indices of a group are all different, and these are dropped.
+            padded = np.arange(num_tokens, num_tokens + size, dtype=np.int32)
+            padded[: last - first] = token[first:last]
+            ranks = np.zeros(size, np.int32)
+            ranks[: last - first] = rank[first:last]
+            parts.append(_TokenGroup(padded, ranks))
+        groups[int(expert)] = parts
+    return groups
+
+
+class _Ring:
+    """The missing experts of one layer on their way: into free slots, or through the staging ring.
+
+    Reads go out in the order in which the experts will compute, as far ahead as the ring has rows.
+    """
+
+    def __init__(self, memory: ExpertMemory, layer: int, missing: list[int], slot_after: np.ndarray):
+        self._memory, self._layer = memory, layer
+        self._slot_after = slot_after
+        self._waiting = missing[::-1]  # not begun, next one last
+        self._reads: dict[int, Read] = {}
+        self._computing: dict[int, Array] = {}  # row -> ready when it was read
+        self._row_of_staged: dict[int, int] = {}
+        self._free_rows = [memory.rows.staging_row(i) for i in range(memory.rows.num_staging)][::-1]
+        self._busy_rows: list[int] = []  # staged rows in the order in which they will be free again
+        self._begin_reads()
+
+    def row_of(self, expert: int) -> int:
+        """The row of an expert whose record is in place; waits for its read."""
+        slot = int(self._slot_after[expert])
+        if expert not in self._reads:
+            self._begin_reads(until=expert)
+        if expert in self._reads:
+            memory = self._memory
+            memory.prefill_counters.stall_s += memory.fetcher.wait([self._reads.pop(expert)])
+        return self._memory.rows.slot_row(self._layer, slot) if slot >= 0 else self._row_of_staged[expert]
+
+    def computing(self, expert: int, done: Array | None) -> None:
+        """The expert's computation was dispatched; `done` is ready when it no longer reads the row."""
+        if expert in self._row_of_staged and done is not None:
+            row = self._row_of_staged[expert]
+            self._computing[row] = done
+            self._busy_rows.append(row)
+        self._begin_reads()
+
+    def wait_for_compute(self) -> None:
+        """Waits until no computation reads the ring."""
+        for done in self._computing.values():
+            done.block_until_ready()
+        self._computing.clear()
+
+    def staged_row(self, expert: int) -> int:
+        """The ring's row that held, and for the last of a layer still holds, an expert."""
+        return self._row_of_staged[expert]
+
+    def _begin_reads(self, until: int | None = None) -> None:
+        """Begins reads while rows are free; up to and with `until` also at the price of waiting for a row."""
+        placements = []
+        while self._waiting:
+            expert = self._waiting[-1]
+            slot = int(self._slot_after[expert])
+            if slot >= 0:
+                row = self._memory.rows.slot_row(self._layer, slot)
+            else:
+                free_row = self._take_row(must=until is not None)
+                if free_row is None:
+                    break
+                row = self._row_of_staged[expert] = free_row
+            self._waiting.pop()
+            placements.append((expert, row))
+            if expert == until:
+                until = None
+        for read in self._memory.fetcher.start(self._layer, placements):
+            self._reads[read.expert] = read
+
+    def _take_row(self, must: bool) -> int | None:
+        if self._free_rows:
+            return self._free_rows.pop()
+        if not self._busy_rows:
+            return None
+        done = self._computing[self._busy_rows[0]]
+        if not must and not done.is_ready():
+            return None
+        done.block_until_ready()
+        row = self._busy_rows.pop(0)
+        del self._computing[row]
+        return row
+
+
+def _replace_lower_scored(memory: ExpertMemory, layer: int, plan: PrefillPlan, staged: list[int], ring: _Ring) -> None:
+    """Lets the staged records that the ring still holds take the slots of residents that are worth less.
+
+    The best staged one meets the worst resident first; one that is not strictly better stays out. The slots are not
+    being read: the layer's computations are done.
+    """
+    if not staged:
+        return
+    residents = sorted((float(plan.keep[e]), int(s), e) for e, s in enumerate(plan.slot_after) if s >= 0)
+    best_first = sorted(staged, key=lambda e: (-float(plan.keep[e]), e))
+    for expert, (keep, slot, leaving) in zip(best_first, residents, strict=False):
+        if not float(plan.keep[expert]) > keep:
+            break
+        memory.slots.copy_row(ring.staged_row(expert), memory.rows.slot_row(layer, slot))
+        residency = replace(memory.state.residency, np.int32(layer), np.int32(slot), np.int32(expert))
+        memory.state = memory.state._replace(residency=residency)
+        memory.record_evictions(memory.prefill_counters, layer, [leaving])
+
+
+def _count(memory: ExpertMemory, layer: int, num_needed: int, missing: list[int]) -> None:
+    counters = memory.prefill_counters
+    counters.accesses += num_needed
+    counters.hits += num_needed - len(missing)
+    counters.misses += len(missing)
+    counters.demand_reads += len(missing)
+    if missing:
+        counters.refetches += memory.refetch.count_refetches(layer, np.array(missing), memory.num_tokens)

@@ -1,0 +1,139 @@
+"""A session: the KV cache of one conversation, or of one batch of prompts, and the two ways to go on with it.
+
+Owns caches and lengths; shares the expert memory of its engine. A sequence's tokens stand at positions 0, 1, 2, ...,
+whatever the other sequences of the batch do. Invariant: `lengths[b]` positions of sequence b are in every cache.
+"""
+
+from collections.abc import Sequence
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from flashmoe_jax.engine.budget import cache_capacity, prompt_bucket
+from flashmoe_jax.engine.decode import decode_token
+from flashmoe_jax.engine.dense import DenseWeights
+from flashmoe_jax.engine.expert_memory import ExpertMemory
+from flashmoe_jax.engine.prefill import prefill_prompt
+from flashmoe_jax.errors import PromptError
+from flashmoe_jax.models.attention import KVCache, init_cache
+from flashmoe_jax.telemetry.trace import DECODE, PREFILL, TraceRecorder
+
+
+class Session:
+    """Sequences that share a batch; use `Engine.session`.
+
+    Args:
+        context: cache tokens per sequence, prompts and outputs of all turns together.
+        recorder: gets every step's routing, or None.
+    """
+
+    def __init__(
+        self,
+        dense: DenseWeights,
+        memory: ExpertMemory,
+        *,
+        batch_size: int,
+        context: int,
+        first_seq_id: int = 0,
+        recorder: TraceRecorder | None = None,
+    ):
+        config = dense.config
+        self._dense, self._memory, self._recorder = dense, memory, recorder
+        self.context = context
+        self._capacity = cache_capacity(context)
+        self._seq_id = np.arange(first_seq_id, first_seq_id + batch_size)
+        self.lengths = np.zeros(batch_size, np.int32)
+        dtype = jnp.dtype(config.weight_dtype)
+        self._caches: list[KVCache] = [
+            init_cache(batch_size, self._capacity, config.num_kv_heads, config.head_dim, dtype)
+            for _ in range(config.num_layers)
+        ]
+
+    @property
+    def batch_size(self) -> int:
+        return len(self.lengths)
+
+    def prefill(self, prompts: Sequence[Sequence[int]]) -> Array:
+        """Appends tokens to every sequence.
+
+        Args:
+            prompts: ids per sequence, at least one each.
+
+        Returns:
+            Logits `[B, V]` float32 after the last token of each.
+
+        Raises:
+            PromptError: an empty prompt, an id outside the vocabulary, or more tokens than the cache has room for.
+            CheckpointError: a record is damaged; the expert memory is empty then, the session is unchanged.
+        """
+        added = np.array([len(p) for p in prompts], np.int32)
+        if len(prompts) != self.batch_size:
+            raise PromptError(f"{len(prompts)} prompts are given for a session of {self.batch_size} sequences")
+        if not added.all():
+            raise PromptError("a prompt is empty; give at least one token")
+        self._check_room(int((self.lengths + added).max()))
+        tokens = prompt_bucket(int(added.max()))
+        token_BT = np.zeros((self.batch_size, tokens), np.int32)
+        for b, prompt in enumerate(prompts):
+            token_BT[b, : added[b]] = prompt
+        vocab_size = self._dense.config.vocab_size
+        if token_BT.min() < 0 or token_BT.max() >= vocab_size:
+            raise PromptError(f"a token id is outside 0 to {vocab_size - 1}; is the tokenizer of this model?")
+        column_T = np.arange(tokens, dtype=np.int32)
+        valid_BT = column_T < added[:, None]
+        position_BT = np.where(valid_BT, self.lengths[:, None] + column_T, self._capacity).astype(np.int32)
+        attend_length = min(self._capacity, prompt_bucket(int((self.lengths + added).max())))
+        with _whole_steps(self._memory):
+            logits, chosen_BTLX = prefill_prompt(
+                self._dense, self._memory, self._caches, token_BT, position_BT, valid_BT, attend_length
+            )
+        if self._recorder is not None:
+            seq_BT = np.broadcast_to(self._seq_id[:, None], valid_BT.shape)
+            self._recorder.add_step(chosen_BTLX[valid_BT], seq_BT[valid_BT], token_BT[valid_BT], PREFILL)
+        self.lengths = self.lengths + added
+        return logits
+
+    def decode(self, tokens: np.ndarray, active: np.ndarray | None = None) -> Array:
+        """Appends one token to every active sequence.
+
+        Args:
+            tokens: int32 `[B]` ids.
+            active: bool `[B]`; the others keep their state and ask for no expert. None for all.
+
+        Returns:
+            Logits `[B, V]` float32; rows of sequences that are not active mean nothing.
+        """
+        active_B = np.ones(self.batch_size, bool) if active is None else np.asarray(active, bool)
+        self._check_room(int((self.lengths + active_B).max()))
+        token_B = np.asarray(tokens, np.int32)
+        position_B = np.where(active_B, self.lengths, self._capacity).astype(np.int32)
+        with _whole_steps(self._memory):
+            logits, chosen_BLX = decode_token(
+                self._dense, self._memory, self._caches, token_B, position_B, active_B
+            )
+        if self._recorder is not None:
+            self._recorder.add_step(chosen_BLX[active_B], self._seq_id[active_B], token_B[active_B], DECODE)
+        self.lengths = self.lengths + active_B
+        return logits
+
+    def _check_room(self, length: int) -> None:
+        if length > self.context:
+            raise PromptError(
+                f"{length} tokens are needed and the context has room for {self.context}; shorten the prompt, ask for "
+                "fewer new tokens, or give a larger --max-context"
+            )
+
+
+class _whole_steps:
+    """A step that fails half-way leaves slots whose contents nobody vouches for: the expert memory starts afresh."""
+
+    def __init__(self, memory: ExpertMemory):
+        self._memory = memory
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:
+            self._memory.reset()
