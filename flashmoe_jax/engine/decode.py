@@ -5,7 +5,6 @@ one packed array which are missing and has them read; then those compute, and al
 A step that needs more experts than there are slots streams the surplus through the staging ring.
 """
 
-import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
@@ -37,7 +36,7 @@ def decode_token(
     config, programs = memory.config, memory.programs
     batch = len(token_B)
     shape_BXD = (batch, config.experts_per_token, config.hidden_size)
-    no_outputs = jnp.zeros(shape_BXD, jnp.float32)
+    no_outputs = np.zeros(shape_BXD, np.float32)
     chosen = np.full((batch, config.num_moe_layers, config.experts_per_token), -1, np.int32)
     x_BD = dense.embed(token_B)
     moe_layer = 0
@@ -55,7 +54,7 @@ def decode_token(
             position_B,
             active_B,
             memory.state,
-            memory.policy.params,
+            memory.policy_params,
             np.int32(moe_layer),
         )
         # Dispatched before the host looks at the plan: resident experts compute while the missing ones are read.

@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax import Array
 
@@ -49,7 +50,7 @@ class DenseWeights:
         arrays = [self.embedding, self.final_norm, *(leaf for leaves in self.layers for leaf in leaves)]
         return sum(a.nbytes for a in arrays) + (0 if self.head is self.embedding else self.head.nbytes)
 
-    def embed(self, token: Array) -> Array:
+    def embed(self, token: Array | np.ndarray) -> Array:
         """float32 `[..., D]` of int32 token ids."""
         return _embed(self.embedding, token)
 
@@ -58,8 +59,13 @@ class DenseWeights:
         return _logits(self.final_norm, self.head, x, eps=self.config.rms_norm_eps)
 
 
-def split_dense_weights(config: ModelConfig, dense: Mapping[str, Array]) -> DenseWeights:
-    """Sorts loaded weights, by dotted path (`dense_weight_specs`), into the arguments of the steps."""
+def split_dense_weights(config: ModelConfig, dense: Mapping[str, Array], device: jax.Device) -> DenseWeights:
+    """Sorts loaded weights, by dotted path (`dense_weight_specs`), into the arguments of the steps.
+
+    They are committed to `device`, as all long-lived arrays of an engine are: jit compiles a program once for
+    committed and once for uncommitted arguments.
+    """
+    dense = {path: jax.device_put(array, device) for path, array in dense.items()}
     dtype = jnp.dtype(config.weight_dtype)
     kind_of: dict[tuple[bool, int | None], LayerKind] = {}
     kinds, layers = [], []
@@ -89,7 +95,7 @@ def _key_name(key: Any) -> str:
 
 
 @jax.jit
-def _embed(embedding_VD: Array, token: Array) -> Array:
+def _embed(embedding_VD: Array, token: Array | np.ndarray) -> Array:
     return jnp.take(embedding_VD, token, axis=0).astype(jnp.float32)
 
 

@@ -56,7 +56,8 @@ class ExpertMemory:
         slots: SlotBuffer | None = None,
     ):
         layout = store.layout
-        self.config, self.policy, self.store = config, policy, store
+        self.config, self.policy, self.store, self.device = config, policy, store, device
+        self.policy_params = jax.device_put(policy.params, device)
         self.rows = RowMap(config.num_moe_layers, plan.slots_per_layer, plan.num_staging)
         self.slots = slots or make_slot_buffer(
             self.rows.num_rows, layout.record_words, np.dtype(layout.word_dtype), device
@@ -94,7 +95,8 @@ class ExpertMemory:
     def _initial_state(self) -> StepState:
         L, E = self.config.num_moe_layers, self.config.num_experts
         shape = PolicyShape(L, E, self.config.experts_per_token)
-        return StepState(init_residency(L, E, self.rows.num_slots), self.policy.init(shape))
+        state = StepState(init_residency(L, E, self.rows.num_slots), self.policy.init(shape))
+        return jax.device_put(state, self.device)
 
 
 def _make_programs(dense: DenseWeights, policy: Policy, rows: RowMap, fields: Any) -> Programs:

@@ -1,11 +1,13 @@
 """A session: the KV cache of one conversation, or of one batch of prompts, and the two ways to go on with it.
 
 Owns caches and lengths; shares the expert memory of its engine. A sequence's tokens stand at positions 0, 1, 2, ...,
-whatever the other sequences of the batch do. Invariant: `lengths[b]` positions of sequence b are in every cache.
+whatever the other sequences of the batch do. Invariant: the keys and values of
+`tokens[b]`, `lengths[b]` of them, are in every cache.
 """
 
 from collections.abc import Sequence
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
@@ -44,15 +46,22 @@ class Session:
         self._capacity = cache_capacity(context)
         self._seq_id = np.arange(first_seq_id, first_seq_id + batch_size)
         self.lengths = np.zeros(batch_size, np.int32)
+        self.tokens: list[list[int]] = [[] for _ in range(batch_size)]  # ids at the cached positions
         dtype = jnp.dtype(config.weight_dtype)
         self._caches: list[KVCache] = [
-            init_cache(batch_size, self._capacity, config.num_kv_heads, config.head_dim, dtype)
+            jax.device_put(
+                init_cache(batch_size, self._capacity, config.num_kv_heads, config.head_dim, dtype), memory.device
+            )
             for _ in range(config.num_layers)
         ]
 
     @property
     def batch_size(self) -> int:
         return len(self.lengths)
+
+    @property
+    def vocab_size(self) -> int:
+        return self._dense.config.vocab_size
 
     def prefill(self, prompts: Sequence[Sequence[int]]) -> Array:
         """Appends tokens to every sequence.
@@ -92,6 +101,8 @@ class Session:
             seq_BT = np.broadcast_to(self._seq_id[:, None], valid_BT.shape)
             self._recorder.add_step(chosen_BTLX[valid_BT], seq_BT[valid_BT], token_BT[valid_BT], PREFILL)
         self.lengths = self.lengths + added
+        for cached, prompt in zip(self.tokens, prompts, strict=True):
+            cached.extend(int(t) for t in prompt)
         return logits
 
     def decode(self, tokens: np.ndarray, active: np.ndarray | None = None) -> Array:
@@ -109,13 +120,19 @@ class Session:
         token_B = np.asarray(tokens, np.int32)
         position_B = np.where(active_B, self.lengths, self._capacity).astype(np.int32)
         with _whole_steps(self._memory):
-            logits, chosen_BLX = decode_token(
-                self._dense, self._memory, self._caches, token_B, position_B, active_B
-            )
+            logits, chosen_BLX = decode_token(self._dense, self._memory, self._caches, token_B, position_B, active_B)
         if self._recorder is not None:
             self._recorder.add_step(chosen_BLX[active_B], self._seq_id[active_B], token_B[active_B], DECODE)
         self.lengths = self.lengths + active_B
+        for b in np.flatnonzero(active_B):
+            self.tokens[b].append(int(token_B[b]))
         return logits
+
+    def rewind(self, sequence: int, length: int) -> None:
+        """Forgets the tokens of a sequence from position `length` on; what stays need not be computed again."""
+        assert 0 <= length <= self.lengths[sequence]
+        self.lengths[sequence] = length
+        del self.tokens[sequence][length:]
 
     def _check_room(self, length: int) -> None:
         if length > self.context:

@@ -2,9 +2,11 @@
 
 One step per layer joins attention, router, residency lookup, counters and policy score; the host learns what it must
 read from one packed integer array. The steps own no state: caches, residency and policy state go in, are donated and
-come back. Invariant: nothing that the policy or the residency computes flows back into the hidden states.
+come back. Programs are memoised: engines of one shape share what is compiled. Invariant: nothing that the policy or
+the residency computes flows back into the hidden states.
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -67,6 +69,7 @@ class DecodePlan(NamedTuple):
     evicted: np.ndarray  # -1 = none
 
 
+@functools.lru_cache(maxsize=64)
 def make_decode_step(kind: LayerKind, policy: Policy, rows: RowMap) -> Any:
     """The jitted decode step of one MoE layer kind; cache and state are donated."""
 
@@ -146,6 +149,7 @@ class PrefillPlan(NamedTuple):
     keep: np.ndarray  # [E] float32
 
 
+@functools.lru_cache(maxsize=64)
 def make_prefill_step(kind: LayerKind, policy: Policy) -> Any:
     """The jitted prefill of one MoE layer kind up to the experts; cache and state are donated.
 
@@ -177,7 +181,7 @@ def make_prefill_step(kind: LayerKind, policy: Policy) -> Any:
         expert_TX, logits_TE, hidden_TD = lax.optimization_barrier((routing.expert_id, routing.logits, h_TD))
         expert_BTX = jnp.where(valid_BT[..., None], expert_TX.reshape(B, T, -1), -1)
 
-        def one_token(policy_state: Any, token: tuple[Array, Array, Array]) -> tuple[Any, None]:
+        def one_token(policy_state: Any, token: tuple[Array, ...]) -> tuple[Any, None]:
             return policy.update(policy_state, layer, *token), None
 
         with jax.named_scope("policy"):
@@ -211,6 +215,7 @@ def unpack_prefill(packed: np.ndarray, batch: int, tokens: int, top_k: int, num_
     return PrefillPlan(ids.reshape(batch, tokens, top_k), before, after, keep.view(np.float32))
 
 
+@functools.lru_cache(maxsize=64)
 def make_dense_step(kind: LayerKind) -> Any:
     """The jitted step of a layer without experts, for prefill and decode alike; the cache is donated."""
 
@@ -225,11 +230,13 @@ def make_dense_step(kind: LayerKind) -> Any:
     return jax.jit(step, donate_argnames="cache", static_argnames="attend_length")
 
 
+@functools.lru_cache(maxsize=64)
 def make_expert_ffn(fields: Any) -> Any:
     """Jitted `expert_ffn` for one record layout. Hits and misses go through the same compiled program."""
     return jax.jit(lambda out, h, rows, row, active: expert_ffn(out, h, rows, row, active, fields))
 
 
+@functools.lru_cache(maxsize=64)
 def make_expert_ffn_group(fields: Any) -> Any:
     """Jitted `expert_ffn_group` for one record layout; the sums are donated."""
     return jax.jit(

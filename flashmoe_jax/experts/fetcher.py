@@ -19,9 +19,7 @@ from flashmoe_jax.experts.slots import SlotBuffer
 class ReadsInto(Protocol):
     """The part of an expert store that the fetcher needs."""
 
-    def read_into(
-        self, layer: int, expert: int, out_words: np.ndarray
-    ) -> "concurrent.futures.Future[None]": ...
+    def read_into(self, layer: int, expert: int, out_words: np.ndarray) -> "concurrent.futures.Future[None]": ...
 
 
 class Read(NamedTuple):

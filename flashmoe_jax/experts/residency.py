@@ -75,11 +75,11 @@ def plan_step(
         value_R = jnp.where(is_free_R, -jnp.inf, value_R)
         num_available = jnp.sum(value_R < jnp.inf)
         place_M = jnp.arange(M)
-        best_first_E = jnp.argsort(jnp.where(missed_E, -keep_E, jnp.inf), stable=True)
+        best_first_E = stable_order(jnp.where(missed_E, -keep_E, jnp.inf))
         is_miss_M = place_M < jnp.sum(missed_E)
-        miss_expert_M = jnp.where(is_miss_M, best_first_E[:M], -1).astype(jnp.int32)
+        miss_expert_M = jnp.where(is_miss_M, best_first_E[:M], -1)
         admitted_M = is_miss_M & (place_M < num_available)
-        victim_R = jnp.argsort(value_R, stable=True).astype(jnp.int32)
+        victim_R = stable_order(value_R)
         admitted_slot_M = victim_R[jnp.minimum(place_M, R - 1)]
         miss_slot_M = jnp.where(admitted_M, admitted_slot_M, R + place_M - num_available).astype(jnp.int32)
         miss_slot_M = jnp.where(is_miss_M, miss_slot_M, -1)
@@ -113,8 +113,8 @@ def fill_free_slots(residency: Residency, layer: Array, needed_E: Array, keep_E:
     missed_E = needed_E & (slot_E < 0)
     M = min(E, R)
     place_M = jnp.arange(M)
-    best_first_M = jnp.argsort(jnp.where(missed_E, -keep_E, jnp.inf), stable=True)[:M].astype(jnp.int32)
-    free_first_M = jnp.argsort(expert_R >= 0, stable=True)[:M].astype(jnp.int32)
+    best_first_M = stable_order(jnp.where(missed_E, -keep_E, jnp.inf))[:M]
+    free_first_M = stable_order((expert_R >= 0).astype(jnp.float32))[:M]
     admitted_M = place_M < jnp.minimum(jnp.sum(missed_E), jnp.sum(expert_R < 0))
     new_slot_E = slot_E.at[jnp.where(admitted_M, best_first_M, E)].set(free_first_M, mode="drop")
     new_expert_R = expert_R.at[jnp.where(admitted_M, free_first_M, R)].set(best_first_M, mode="drop")
@@ -122,6 +122,18 @@ def fill_free_slots(residency: Residency, layer: Array, needed_E: Array, keep_E:
         residency.slot_of_expert.at[layer].set(new_slot_E),
         residency.expert_of_slot.at[layer].set(new_expert_R),
     )
+
+
+def stable_order(key: Array) -> Array:
+    """Indices that sort `key` `[n]` ascending, ties by index; int32.
+
+    Counts smaller keys instead of sorting: for a layer's experts that is less work than XLA's sort, and a program
+    with a sort takes seconds to compile.
+    """
+    index = jnp.arange(key.shape[0], dtype=jnp.int32)
+    comes_before = (key[None, :] < key[:, None]) | ((key[None, :] == key[:, None]) & (index[None, :] < index[:, None]))
+    rank = jnp.sum(comes_before, axis=1, dtype=jnp.int32)
+    return jnp.zeros_like(index).at[rank].set(index)
 
 
 @jax.jit

@@ -93,7 +93,7 @@ class InsertedSlots(SlotBuffer):
     def __init__(self, num_rows: int, row_words: int, dtype: np.dtype, device: jax.Device):
         self.num_rows, self.row_words = num_rows, row_words
         self._dtype, self._device = np.dtype(dtype), device
-        self._array: Array | None = jnp.zeros((num_rows, row_words), self._dtype, device=device)
+        self._array: Array | None = jax.device_put(jnp.zeros((num_rows, row_words), self._dtype), device)
         self._landings: dict[int, np.ndarray] = {}
         self._spare: list[np.ndarray] = []
 

@@ -39,5 +39,6 @@ class Policy:
     init: Callable[[PolicyShape], Any]
     update: Callable[[Any, Array, Array, Array | None, Array | None], Any]
     score: Callable[[Any, Any, Array], Array]
-    params: Any = ()
+    # Not part of a policy's identity: programs are shared by policies that differ in parameters alone.
+    params: Any = dataclasses.field(default=(), compare=False)
     is_learned: bool = False

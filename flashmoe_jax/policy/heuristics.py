@@ -22,7 +22,7 @@ class UsageState(NamedTuple):
 
     clock: Array  # steps seen
     last_use: Array  # clock of the last use; 0 = never
-    count: Array  # uses so far
+    uses: Array  # so far
     decayed: Array  # uses so far, each halved every HALF_LIFE_STEPS steps
 
 
@@ -32,7 +32,7 @@ def init_usage(shape: PolicyShape) -> UsageState:
     return UsageState(
         clock=jnp.zeros((shape.num_layers,), jnp.int32),
         last_use=jnp.zeros(per_expert, jnp.int32),
-        count=jnp.zeros(per_expert, jnp.float32),
+        uses=jnp.zeros(per_expert, jnp.float32),
         decayed=jnp.zeros(per_expert, jnp.float32),
     )
 
@@ -55,7 +55,7 @@ def update_usage(
     return UsageState(
         clock=state.clock.at[layer].set(clock),
         last_use=state.last_use.at[layer].set(jnp.where(used_E, clock, state.last_use[layer])),
-        count=state.count.at[layer].add(used_E.astype(jnp.float32)),
+        uses=state.uses.at[layer].add(used_E.astype(jnp.float32)),
         decayed=state.decayed.at[layer].set(state.decayed[layer] * decay + used_E),
     )
 
@@ -73,12 +73,12 @@ def score_lru(params: tuple[()], state: UsageState, layer: Array) -> Array:
 def score_lfu(params: tuple[()], state: UsageState, layer: Array) -> Array:
     """Least often used leaves first; among equals the least recently used."""
     recency = _age(state, layer) / (state.clock[layer] + 1).astype(jnp.float32)
-    return state.count[layer] - recency
+    return state.uses[layer] - recency
 
 
 def score_lfru(params: tuple[()], state: UsageState, layer: Array) -> Array:
     """Uses per step of age: frequency weighed by recency (the LFRU of llama.cpp#21609 and vLLM#37190)."""
-    return state.count[layer] / (1.0 + _age(state, layer))
+    return state.uses[layer] / (1.0 + _age(state, layer))
 
 
 def score_decayed(params: tuple[()], state: UsageState, layer: Array) -> Array:

@@ -1,0 +1,1 @@
+"""The three stages of inference, joined: loading, prefill, decode. `load` is the way in."""

@@ -1,0 +1,352 @@
+"""The engine: one loaded model, its expert memory, and what a user asks of it.
+
+`load` opens a model directory, restores the dense weights and sizes the slots; no expert is read. An `Engine` serves
+sessions one after the other; they share the slots. Invariant: tokens do not depend on budget, policy or reader.
+"""
+
+import dataclasses
+import os
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from flashmoe_jax.config import ModelConfig
+from flashmoe_jax.engine.budget import (
+    COMPILED_BYTES,
+    Budget,
+    MemoryPlan,
+    Request,
+    cache_capacity,
+    format_size,
+    parse_size,
+    plan_memory,
+)
+from flashmoe_jax.engine.dense import DenseWeights, split_dense_weights
+from flashmoe_jax.engine.expert_memory import ExpertMemory
+from flashmoe_jax.engine.generation import GenerationTimes, Limits, Piece, generate_pieces
+from flashmoe_jax.engine.memory import available_bytes, peak_rss_bytes, rss_bytes
+from flashmoe_jax.engine.sampling import SamplingParams
+from flashmoe_jax.engine.session import Session
+from flashmoe_jax.errors import ConfigError, PromptError
+from flashmoe_jax.model_dir import ModelDirectory
+from flashmoe_jax.policy import PolicyShape, check_policy_name, load_popularity, make_policy
+from flashmoe_jax.policy.base import Policy
+from flashmoe_jax.telemetry.trace import Trace, TraceRecorder, load_trace, popularity, save_trace
+from flashmoe_jax.text.generation_config import GenerationDefaults
+from flashmoe_jax.text.tokenizer import Tokenizer
+
+# Context of an engine that was not told how much its prompts and answers will need.
+DEFAULT_CONTEXT = 4096
+
+
+class Engine:
+    """A model ready to generate. Use `load`; close it, or use it as a context manager."""
+
+    def __init__(
+        self,
+        *,
+        directory: ModelDirectory,
+        dense: DenseWeights,
+        memory: ExpertMemory,
+        plan: MemoryPlan,
+        request: Request,
+        load_s: float,
+        record_trace: bool,
+    ):
+        self.config: ModelConfig = directory.config
+        self.plan = plan
+        self.memory = memory
+        self._dense, self._request = dense, request
+        self._path = directory.path
+        self._load_s = load_s
+        self._times = GenerationTimes()
+        self._num_sequences = 0
+        meta = {
+            "model": directory.path.name,
+            "family": str(self.config.family),
+            "experts": self.config.num_experts,
+            "top_k": self.config.experts_per_token,
+        }
+        self._recorder = TraceRecorder(meta) if record_trace else None
+        has_tokenizer = (directory.path / "tokenizer.json").exists()
+        self.tokenizer: Tokenizer | None = Tokenizer.from_dir(directory.path) if has_tokenizer else None
+        self.defaults = GenerationDefaults.from_dir(directory.path)
+
+    def session(self, batch_size: int = 1, context: int | None = None) -> Session:
+        """A new session with empty caches.
+
+        Args:
+            batch_size: sequences.
+            context: cache tokens per sequence; None for all that was loaded for.
+
+        Raises:
+            PromptError: more sequences or tokens than the engine was loaded for.
+        """
+        context = self._request.context if context is None else context
+        limit = self._request
+        if cache_capacity(context) > cache_capacity(limit.context) or batch_size > limit.batch_size:
+            raise PromptError(
+                f"{batch_size} sequences of {context} tokens are asked for and the engine was loaded for "
+                f"{limit.batch_size} of {limit.context}; load it with a larger max_context or batch_size"
+            )
+        first = self._num_sequences
+        self._num_sequences += batch_size
+        return Session(
+            self._dense,
+            self.memory,
+            batch_size=batch_size,
+            context=context,
+            first_seq_id=first,
+            recorder=self._recorder,
+        )
+
+    def generate(
+        self,
+        prompts: str | Sequence[int] | Sequence[str] | Sequence[Sequence[int]],
+        *,
+        max_new_tokens: int,
+        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+        stop: Sequence[str] = (),
+        stop_token_ids: Sequence[int] | None = None,
+        ignore_eos: bool = False,
+        session: Session | None = None,
+    ) -> Iterator[Piece]:
+        """Generates; yields a `Piece` per token and sequence, as they are made.
+
+        Args:
+            prompts: one prompt or a batch, as text or as token ids.
+            max_new_tokens: at most so many tokens per sequence.
+            sampling: for all sequences, or one each; None for the model's own defaults.
+            stop: strings that end a sequence; they are not part of its text.
+            stop_token_ids: ids that end a sequence; None for the model's own.
+            ignore_eos: whether no id ends a sequence.
+            session: to go on with; None for a new one that is dropped afterwards.
+
+        Raises:
+            PromptError: an empty prompt, no tokenizer for text, or more tokens than the context has room for.
+        """
+        ids = self._encode(prompts)
+        if max_new_tokens < 1:
+            raise PromptError(f"max_new_tokens is {max_new_tokens}; it must be at least 1")
+        longest = max((len(p) for p in ids), default=0)
+        if session is None:
+            session = self.session(len(ids), context=self._checked_context(longest, max_new_tokens))
+        if sampling is None:
+            defaults = self.defaults
+            sampling = (
+                defaults.sampling if defaults.do_sample else dataclasses.replace(defaults.sampling, temperature=0.0)
+            )
+        params = [sampling] * len(ids) if isinstance(sampling, SamplingParams) else list(sampling)
+        if len(params) != len(ids):
+            raise PromptError(f"{len(params)} sampling parameters are given for {len(ids)} prompts; give one each")
+        if stop and self.tokenizer is None:
+            raise PromptError("stop strings need a tokenizer, and the model has none; use stop_token_ids")
+        if ignore_eos:
+            stop_ids: frozenset[int] = frozenset()
+        else:
+            stop_ids = frozenset(self.defaults.eos_token_ids if stop_token_ids is None else stop_token_ids)
+        limits = Limits(max_new_tokens=max_new_tokens, stop_token_ids=stop_ids, stop=tuple(stop))
+        self._times = GenerationTimes()
+        return generate_pieces(session, ids, params, limits, self.tokenizer, self._times)
+
+    def stats(self) -> dict[str, Any]:
+        """Counters, times and bytes since loading, decode's at the top level (the design's `--json` object).
+
+        `ttft_ms` and `tpot_ms` are of the last generation; None where nothing was measured yet.
+        """
+        steps_ms = np.array(self._times.step_s) * 1e3
+        plan, memory = self.plan, self.memory
+        return {
+            "policy": memory.policy.name,
+            "policy_is_learned": memory.policy.is_learned,
+            "reader": "range",
+            "slots_per_layer": plan.slots_per_layer,
+            **memory.decode_counters.to_json(),
+            "load_ms": round(self._load_s * 1e3, 3),
+            "ttft_ms": None if self._times.ttft_s is None else round(self._times.ttft_s * 1e3, 3),
+            "tpot_ms": {
+                name: round(float(np.percentile(steps_ms, q)), 3) if len(steps_ms) else None
+                for name, q in (("p50", 50), ("p95", 95))
+            },
+            "device_bytes": plan.device_bytes,
+            "host_bytes": plan.host_bytes,
+            "runtime_bytes": plan.runtime_bytes,
+            "peak_rss_bytes": peak_rss_bytes(),
+            "prefill": memory.prefill_counters.to_json(),
+        }
+
+    def summary_line(self) -> str:
+        """The last generation in one line for a person."""
+        times, counters = self._times, self.memory.decode_counters
+        prefill = self.memory.prefill_counters
+        parts = []
+        if times.ttft_s is not None:
+            parts.append(f"TTFT {times.ttft_s:.2f} s")
+        if times.step_s:
+            parts.append(f"{len(times.step_s) / sum(times.step_s):.2f} tokens/s")
+        if counters.hit_rate is not None:
+            parts.append(f"hit rate {counters.hit_rate:.1%}")
+        read = counters.read_bytes + prefill.read_bytes
+        parts.append(f"{format_size(read)} read ({format_size(prefill.read_bytes)} in prefill)")
+        return ", ".join(parts)
+
+    def plan_line(self) -> str:
+        """The memory plan in one line for a person."""
+        plan, config = self.plan, self.config
+        share = plan.slots_per_layer / config.num_experts
+        return (
+            f"{plan.slots_per_layer} of {config.num_experts} experts per layer in slots ({share:.0%}), "
+            f"device {format_size(plan.device_bytes)}: dense {format_size(plan.dense_bytes)}, "
+            f"KV cache {format_size(plan.kv_bytes)}, workspace {format_size(plan.workspace_bytes)}, "
+            f"staging {format_size(plan.staging_bytes)}, slots {format_size(plan.slot_bytes)}"
+        )
+
+    def trace(self) -> Trace:
+        """The routing recorded so far; the engine must have been loaded with `record_trace`."""
+        if self._recorder is None:
+            raise ConfigError("no trace was recorded; load the engine with record_trace=True")
+        return self._recorder.trace()
+
+    def save_trace(self, path: str | os.PathLike[str]) -> None:
+        """Writes the routing recorded so far."""
+        save_trace(self.trace(), path)
+
+    def close(self) -> None:
+        """Waits for reads and frees the slots."""
+        self.memory.close()
+
+    def __enter__(self) -> "Engine":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _encode(self, prompts: Any) -> list[list[int]]:
+        if isinstance(prompts, str) or (len(prompts) and isinstance(prompts[0], int | np.integer)):
+            prompts = [prompts]
+        if not len(prompts):
+            raise PromptError("no prompt is given; give at least one")
+        ids = []
+        for prompt in prompts:
+            if isinstance(prompt, str):
+                if self.tokenizer is None:
+                    raise PromptError(f"{self._path} has no tokenizer.json; give prompts as token ids")
+                prompt = self.tokenizer.encode(prompt)
+            if not len(prompt):
+                raise PromptError("a prompt is empty; give at least one token")
+            ids.append([int(t) for t in prompt])
+        return ids
+
+    def _checked_context(self, prompt_tokens: int, max_new_tokens: int) -> int:
+        context = prompt_tokens + max_new_tokens
+        if context > self._request.context:
+            raise PromptError(
+                f"{prompt_tokens} prompt tokens and {max_new_tokens} new ones exceed the context of "
+                f"{self._request.context}; shorten the prompt, ask for fewer, or load with a larger max_context"
+            )
+        return context
+
+
+def load(
+    path: str | os.PathLike[str] | None = None,
+    *,
+    device_budget: str | None = None,
+    memory_limit: str | None = None,
+    policy: str = "lru",
+    policy_trace: str | os.PathLike[str] | None = None,
+    max_context: int | None = None,
+    batch_size: int = 1,
+    record_trace: bool = False,
+    cache_dir: str | os.PathLike[str] | None = None,
+) -> Engine:
+    """Loads a model; reads no expert.
+
+    Args:
+        path: a model directory, a Hugging Face directory or a hub name (converted on first use); None for the
+            bundled model.
+        device_budget: `25%` or `16slots` sizes the slots alone; `4GiB` is everything on the device; None takes
+            everything free, less 5 %.
+        memory_limit: bytes for the whole process (`4GiB`), on the CPU backend.
+        policy: eviction policy, one of `flashmoe_jax.policy.POLICIES`.
+        policy_trace: trace whose popular experts `static` keeps; None for those that the model directory brings.
+        max_context: tokens per sequence, prompt and output; None for the model's own maximum, at most 4096.
+        batch_size: most sequences generated together.
+        record_trace: whether to record the routing of every token.
+        cache_dir: where converted models are kept; None for the user's cache directory.
+
+    Raises:
+        FlashMoEError: anything the caller can mend; see the subclasses.
+    """
+    from flashmoe_jax.resolve import resolve_model
+
+    check_policy_name(policy)
+    budget = None if device_budget is None else Budget.parse(device_budget)
+    limit = None if memory_limit is None else parse_size(memory_limit)
+    directory = ModelDirectory.open(resolve_model(path, cache_dir))
+    began = time.perf_counter()
+    config = directory.config
+    request = Request(context=_context(config, max_context), batch_size=batch_size)
+    device = jax.devices()[0]
+    chosen = _policy(policy, policy_trace, config, directory.path)
+    jax.block_until_ready(jax.device_put(np.zeros(1), device))  # the backend's own memory counts as runtime
+    runtime_bytes = rss_bytes() + COMPILED_BYTES
+    is_cpu = device.platform == "cpu"
+    plan = plan_memory(
+        config,
+        directory.layout,
+        request,
+        budget=budget,
+        memory_limit=limit,
+        dense_bytes=directory.manifest.dense_bytes,
+        runtime_bytes=runtime_bytes,
+        available_bytes=available_bytes() + rss_bytes() if is_cpu else _free_device_bytes(device),
+        is_cpu=is_cpu,
+    )
+    sharding = jax.sharding.SingleDeviceSharding(device)
+    dense = split_dense_weights(config, directory.load_dense(sharding), device)
+    memory = ExpertMemory(config, dense, directory.store(), chosen, plan, device)
+    return Engine(
+        directory=directory,
+        dense=dense,
+        memory=memory,
+        plan=plan,
+        request=request,
+        load_s=time.perf_counter() - began,
+        record_trace=record_trace,
+    )
+
+
+def _context(config: ModelConfig, max_context: int | None) -> int:
+    if max_context is None:
+        return min(config.max_position, DEFAULT_CONTEXT)
+    if not 1 <= max_context <= config.max_position:
+        raise PromptError(
+            f"a context of {max_context} tokens is asked for; the model's positions allow 1 to {config.max_position}: "
+            "shorten the prompt or ask for fewer new tokens"
+        )
+    return max_context
+
+
+def _policy(name: str, policy_trace: str | os.PathLike[str] | None, config: ModelConfig, directory: Path) -> Policy:
+    shape = PolicyShape(config.num_moe_layers, config.num_experts, config.experts_per_token)
+    if name != "static":
+        if policy_trace is not None:
+            raise ConfigError(
+                f"a policy trace is given, and policy {name} uses none; leave it out or use policy static"
+            )
+        return make_policy(name, shape)
+    brought = directory / "policy" / "static.npz"
+    if policy_trace is not None:
+        counts = popularity(load_trace(policy_trace), shape.num_layers, shape.num_experts)
+    else:
+        counts = load_popularity(brought) if brought.exists() else None
+    return make_policy(name, shape, counts)
+
+
+def _free_device_bytes(device: jax.Device) -> int:
+    statistics = device.memory_stats() or {}
+    return int(statistics.get("bytes_limit", 0)) - int(statistics.get("bytes_in_use", 0))
