@@ -24,11 +24,12 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 @contextlib.contextmanager
-def staged_directory(out: Path, *, resume_key: str) -> Iterator[Path]:
+def staged_directory(out: Path, *, resume_key: str | None) -> Iterator[Path]:
     """Yields a directory to build in; it becomes `out` when the block ends without an error.
 
-    Leftovers of a killed run with the same `resume_key` are handed over again, others are removed. An error or a full
-    drive removes what was written, an interrupt keeps it for the next run.
+    Leftovers of a killed run with the same `resume_key` are handed over again, others (all, if it is None) are
+    removed. An error or a full drive removes what was written; an interrupt keeps it for the next run, if that can
+    use it.
 
     Raises:
         CheckpointError: `out` exists, another process builds it, or it cannot be written.
@@ -54,7 +55,9 @@ def staged_directory(out: Path, *, resume_key: str) -> Iterator[Path]:
                 fsync_directory(staging)
                 os.rename(staging, out)
                 fsync_directory(out.parent)
-        except Exception:
+        except BaseException as error:
+            if resume_key is not None and not isinstance(error, Exception):
+                raise
             shutil.rmtree(staging, ignore_errors=True)
             raise
         finally:
@@ -92,10 +95,10 @@ def _refuse_existing(out: Path) -> None:
         raise CheckpointError(f"{out} exists already; choose another --out, or remove it first")
 
 
-def _prepare(staging: Path, resume_key: str) -> None:
+def _prepare(staging: Path, resume_key: str | None) -> None:
     marker = staging / _RESUME_NAME
     try:
-        resumable = json.loads(marker.read_bytes())["key"] == resume_key
+        resumable = resume_key is not None and json.loads(marker.read_bytes())["key"] == resume_key
     except (OSError, ValueError, KeyError, TypeError):
         resumable = False
     if not resumable:

@@ -12,7 +12,7 @@ import contextlib
 import gc
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -65,20 +65,25 @@ def load_dense(
     return weights
 
 
-def read_dense(directory: Path, specs: Mapping[str, WeightSpec]) -> Iterator[tuple[str, np.ndarray]]:
-    """Reads weights one after the other to the host, a group of them in memory at a time; else as `load_dense`."""
+def read_dense(
+    directory: Path, specs: Mapping[str, WeightSpec], only: Sequence[str] | None = None
+) -> Iterator[tuple[str, np.ndarray]]:
+    """Reads weights to the host, all or `only` some, a group of them in memory at a time; else as `load_dense`."""
 
     def leaf(path: str) -> np.ndarray:
         return np.broadcast_to(np.zeros((), np.dtype(specs[path].dtype)), specs[path].shape)
 
-    for group in _load_groups(directory, specs, leaf):
+    for group in _load_groups(directory, specs, leaf, only):
         yield from group.items()
 
 
 def _load_groups(
-    directory: Path, specs: Mapping[str, WeightSpec], abstract_leaf: Callable[[str], Any]
+    directory: Path,
+    specs: Mapping[str, WeightSpec],
+    abstract_leaf: Callable[[str], Any],
+    only: Sequence[str] | None = None,
 ) -> Iterator[dict[str, Any]]:
-    for paths in _groups(specs):
+    for paths in _groups(specs if only is None else {path: specs[path] for path in only}):
         abstract = dict.fromkeys(specs, ocp.PLACEHOLDER) | {path: abstract_leaf(path) for path in paths}
         try:
             with quiet_orbax():
