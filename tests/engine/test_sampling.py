@@ -58,12 +58,12 @@ def test_filters_keep_what_numpy_keeps(seed: int, top_p: float, top_k: int, min_
     params = SamplingParams(temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p)
     logits = logits_of(seed)[0]
     arrays = SamplingArrays.stack([params])
-    kept = keep_probable(jnp.asarray(logits) / temperature, arrays.top_p_B[0], arrays.top_k_B[0], arrays.min_p_B[0])
+    kept = KEEP_PROBABLE(jnp.asarray(logits) / temperature, arrays.top_p_B[0], arrays.top_k_B[0], arrays.min_p_B[0])
     assert set(np.flatnonzero(np.isfinite(kept)).tolist()) == kept_by_numpy(logits, params)
 
 
 def test_ties_at_the_kth_place_stay_as_in_transformers():
-    kept = keep_probable(jnp.array([1.0, 2.0, 1.0, -1.0]), jnp.float32(1), jnp.int32(2), jnp.float32(0))
+    kept = KEEP_PROBABLE(jnp.array([1.0, 2.0, 1.0, -1.0]), jnp.float32(1), jnp.int32(2), jnp.float32(0))
     assert np.asarray(kept).tolist() == [1, 2, 1, -np.inf]
 
 
@@ -71,7 +71,7 @@ def test_impossible_tokens_stay_impossible():
     """A grammar or a padded vocabulary may set logits to -inf."""
     logits = jnp.array([-jnp.inf, 0.0, -jnp.inf, -5.0])
     for top_p, top_k, min_p in ((1, 0, 0), (0.999999, 0, 0), (1, 3, 0), (1, 0, 0.5)):
-        kept = keep_probable(logits, jnp.float32(top_p), jnp.int32(top_k), jnp.float32(min_p))
+        kept = KEEP_PROBABLE(logits, jnp.float32(top_p), jnp.int32(top_k), jnp.float32(min_p))
         assert np.isneginf(kept[jnp.array([0, 2])]).all()
         assert kept[1] == 0
 
