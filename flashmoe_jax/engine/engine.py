@@ -136,10 +136,9 @@ class Engine:
         if session is None:
             session = self.session(len(ids), context=self._checked_context(longest, max_new_tokens))
         if sampling is None:
-            defaults = self.defaults
-            sampling = (
-                defaults.sampling if defaults.do_sample else dataclasses.replace(defaults.sampling, temperature=0.0)
-            )
+            sampling = self.defaults.sampling
+            if not self.defaults.do_sample:
+                sampling = dataclasses.replace(sampling, temperature=0.0)
         params = [sampling] * len(ids) if isinstance(sampling, SamplingParams) else list(sampling)
         if len(params) != len(ids):
             raise PromptError(f"{len(params)} sampling parameters are given for {len(ids)} prompts; give one each")
@@ -335,11 +334,10 @@ def _policy(name: str, policy_trace: str | os.PathLike[str] | None, config: Mode
     shape = PolicyShape(config.num_moe_layers, config.num_experts, config.experts_per_token)
     if name != "static":
         if policy_trace is not None:
-            raise ConfigError(
-                f"a policy trace is given, and policy {name} uses none; leave it out or use policy static"
-            )
+            raise ConfigError(f"a policy trace is given and policy {name} uses none; leave it out or use policy static")
         return make_policy(name, shape)
     brought = directory / "policy" / "static.npz"
+    counts: np.ndarray | None
     if policy_trace is not None:
         counts = popularity(load_trace(policy_trace), shape.num_layers, shape.num_experts)
     else:

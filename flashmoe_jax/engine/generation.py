@@ -94,14 +94,12 @@ def generate_pieces(
     stop at any piece; the session then holds the tokens computed so far.
     """
     began = time.perf_counter()
-    vocab_size = session.vocab_size
     arrays = SamplingArrays.stack(params)
     outputs = [_Output(tokenizer, limits.stop) for _ in prompts]
     has_penalty = any(p.repetition_penalty != 1 or p.presence_penalty != 0 for p in params)
-    earlier = [list(tokens) for tokens in session.tokens]
-    seen = (
-        seen_in_prompts([[*e, *p] for e, p in zip(earlier, prompts, strict=True)], vocab_size) if has_penalty else None
-    )
+    seen = None
+    if has_penalty:
+        seen = seen_in_prompts([[*e, *p] for e, p in zip(session.tokens, prompts, strict=True)], session.vocab_size)
     logits = session.prefill(prompts)
     last = began
     step = 0

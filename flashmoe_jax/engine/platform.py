@@ -34,7 +34,7 @@ def enable_compilation_cache(cache_dir: Path) -> None:
     """Keeps compiled programs, small ones too, in `cache_dir` for the next start."""
     import jax
 
-    if jax.config.jax_compilation_cache_dir is not None:
+    if jax.config.values["jax_compilation_cache_dir"] is not None:
         return
     jax.config.update("jax_compilation_cache_dir", str(cache_dir))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)

@@ -205,7 +205,7 @@ class _Ring:
         if not self._busy_rows:
             return None
         done = self._computing[self._busy_rows[0]]
-        if not must and not done.is_ready()  # type: ignore[attr-defined]:
+        if not must and not done.is_ready():  # type: ignore[attr-defined]
             return None
         done.block_until_ready()
         row = self._busy_rows.pop(0)

@@ -6,6 +6,7 @@ handed to `start` is written until its read was waited for or failed, and nobody
 
 import collections
 import concurrent.futures
+import functools
 import threading
 import time
 from collections.abc import Iterable, Sequence
@@ -97,7 +98,10 @@ class Fetcher:
             except BaseException as error:
                 self._arrived(read, error)
                 raise
-            future.add_done_callback(lambda done, read=read: self._arrived(read, done.exception()))
+            future.add_done_callback(functools.partial(self._completed, read))
+
+    def _completed(self, read: Read, future: "concurrent.futures.Future[None]") -> None:
+        self._arrived(read, future.exception())
 
     def _arrived(self, read: Read, error: BaseException | None) -> None:
         with self._lock:
