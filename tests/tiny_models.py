@@ -32,6 +32,9 @@ _COMMON: dict[str, Any] = {
     "hidden_act": "silu",
     "tie_word_embeddings": False,
     "torch_dtype": "float32",
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
 }
 _OF_FAMILY: dict[Family, dict[str, Any]] = {
     Family.OLMOE: {"intermediate_size": 14, "num_experts": 5, "norm_topk_prob": False},
