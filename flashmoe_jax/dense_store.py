@@ -9,6 +9,7 @@ of most weights until it ends).
 """
 
 import contextlib
+import ctypes
 import gc
 import logging
 import math
@@ -59,10 +60,12 @@ def load_dense(
         target = sharding[path] if isinstance(sharding, Mapping) else sharding
         return jax.ShapeDtypeStruct(specs[path].shape, np.dtype(specs[path].dtype), sharding=target)
 
+    # While a weight is read it is in memory twice; the largest first, when the others are not there yet.
+    by_size = sorted(specs, key=lambda path: -_num_bytes(specs[path]))
     weights: dict[str, jax.Array] = {}
-    for group in _load_groups(directory, specs, leaf):
+    for group in _load_groups(directory, specs, leaf, by_size):
         weights |= jax.block_until_ready(group)
-    return weights
+    return {path: weights[path] for path in specs}
 
 
 def read_dense(
@@ -93,16 +96,18 @@ def _load_groups(
                 f"the dense weights in {directory} cannot be read ({_first_line(error)}); convert the model again"
             ) from None
         yield {path: loaded[path] for path in paths}
-        # Orbax leaves its reads in reference cycles; collected here, they do not add up over the groups.
+        # Orbax leaves its reads in reference cycles, and malloc keeps what they held: given back here, neither adds up
+        # over the groups.
         del loaded
         gc.collect()
+        _trim_malloc()
 
 
 def _groups(specs: Mapping[str, WeightSpec]) -> Iterator[list[str]]:
     group: list[str] = []
     group_bytes = 0
     for path, spec in specs.items():
-        num_bytes = math.prod(spec.shape) * np.dtype(spec.dtype).itemsize
+        num_bytes = _num_bytes(spec)
         if group and group_bytes + num_bytes > _GROUP_BYTES:
             yield group
             group, group_bytes = [], 0
@@ -110,6 +115,16 @@ def _groups(specs: Mapping[str, WeightSpec]) -> Iterator[list[str]]:
         group_bytes += num_bytes
     if group:
         yield group
+
+
+def _num_bytes(spec: WeightSpec) -> int:
+    return math.prod(spec.shape) * np.dtype(spec.dtype).itemsize
+
+
+def _trim_malloc() -> None:
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "malloc_trim"):
+        libc.malloc_trim(0)
 
 
 def nest(flat: Mapping[str, Any]) -> dict[str, Any]:
