@@ -170,9 +170,6 @@ class _Fields:
         self._hf = hf
         self._read: set[str] = set()
 
-    def is_null(self, name: str) -> bool:
-        return name in self._hf and self._hf[name] is None
-
     def get(self, *spellings: str, default: Any = None) -> Any:
         """The value under any of the spellings; they must agree where several are present and not null."""
         self._read.update(spellings)
@@ -268,9 +265,9 @@ def _read_hf(family: Family, fields: _Fields) -> ModelConfig:
 
 
 def _num_kv_heads(family: Family, fields: _Fields, num_heads: int) -> int:
-    # An absent count means one per query head in OLMoE, and so does a null in Mixtral. Elsewhere the classes of
-    # transformers put a number of their own in its place, which no checkpoint can be meant to depend on.
-    if family is Family.OLMOE or (family is Family.MIXTRAL and fields.is_null("num_key_value_heads")):
+    # An absent count means one per query head in OLMoE. Elsewhere the classes of transformers put a number of their
+    # own in its place, which no checkpoint can be meant to depend on.
+    if family is Family.OLMOE:
         return fields.get("num_key_value_heads", default=num_heads)
     return fields.need("num_key_value_heads")
 

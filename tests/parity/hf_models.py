@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrai
 from transformers.utils import logging
 
 logging.disable_progress_bar()
+torch.set_num_threads(1)  # The models are tiny; a second thread only waits.
 
 _EAGER = {"attn_implementation": "eager", "experts_implementation": "eager"}
 
