@@ -27,7 +27,7 @@ MIN_STAGING, MAX_STAGING = 2, 8
 # Reads under way at once: one 12 MB read saturates a drive, small records need several.
 MAX_READS_IN_FLIGHT = 4
 # Compiled programs and XLA's own heap after loading; measured, see docs/decisions.md.
-COMPILED_BYTES = 260 << 20
+COMPILED_BYTES = 320 << 20
 # Tokens whose experts are computed together in prefill.
 GROUP_SIZES = (1, 8, 32, 128, 512)
 
