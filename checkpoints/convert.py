@@ -28,7 +28,7 @@ from flashmoe_jax.dense_store import save_dense
 from flashmoe_jax.errors import CheckpointError, FlashMoEError
 from flashmoe_jax.experts.record import checksum, numpy_dtype
 from flashmoe_jax.experts.shard import ARRAY_NAME, ShardWriter, shard_bytes, shard_key, write_array_metadata, write_file
-from flashmoe_jax.model_dir import DENSE_NAME, TEXT_FILES, DenseLeaf, Manifest
+from flashmoe_jax.model_dir import DENSE_NAME, POLICY_NAME, TEXT_FILES, DenseLeaf, Manifest
 
 # Manifest, array metadata, orbax metadata and tokenizer files, beside the weights.
 _OVERHEAD_BYTES = 32 << 20
@@ -116,6 +116,7 @@ def _convert(
             source=description,
             created_by=created_by(),
         )
+        _copy_policies(text_dir, staging)
         done.clear()
         manifest.write(staging)
 
@@ -240,6 +241,15 @@ def _copy_text_files(directory: Path, staging: Path) -> tuple[str, ...]:
     for name in names:
         write_file(staging / name, (directory / name).read_bytes())
     return names
+
+
+def _copy_policies(directory: Path, staging: Path) -> None:
+    """Trained policies that a source brings along in `policy/`; they are no part of what the manifest promises."""
+    if not (directory / POLICY_NAME).is_dir():
+        return
+    (staging / POLICY_NAME).mkdir(exist_ok=True)
+    for path in sorted((directory / POLICY_NAME).iterdir()):
+        write_file(staging / POLICY_NAME / path.name, path.read_bytes())
 
 
 def _sync_tree(directory: Path) -> None:

@@ -25,6 +25,7 @@ from flashmoe_jax.models.weights import WeightSpec, dense_weight_specs
 FORMAT_VERSION = 1
 MANIFEST_NAME = "manifest.json"
 DENSE_NAME = "dense"
+POLICY_NAME = "policy"  # eviction policies trained for this model, if any
 # Everything that turns text into ids and back; copied as it is when present.
 TEXT_FILES = (
     "tokenizer.json",

@@ -32,8 +32,8 @@ from flashmoe_jax.engine.memory import available_bytes, peak_rss_bytes, rss_byte
 from flashmoe_jax.engine.sampling import SamplingParams
 from flashmoe_jax.engine.session import Session
 from flashmoe_jax.errors import ConfigError, PromptError
-from flashmoe_jax.model_dir import ModelDirectory
-from flashmoe_jax.policy import PolicyShape, check_policy_name, load_popularity, make_policy
+from flashmoe_jax.model_dir import POLICY_NAME, ModelDirectory
+from flashmoe_jax.policy import STATIC_NAME, PolicyShape, check_policy_name, load_popularity, make_policy
 from flashmoe_jax.policy.base import Policy
 from flashmoe_jax.telemetry.trace import Trace, TraceRecorder, load_trace, popularity, save_trace
 from flashmoe_jax.text.generation_config import GenerationDefaults
@@ -336,7 +336,7 @@ def _policy(name: str, policy_trace: str | os.PathLike[str] | None, config: Mode
         if policy_trace is not None:
             raise ConfigError(f"a policy trace is given and policy {name} uses none; leave it out or use policy static")
         return make_policy(name, shape)
-    brought = directory / "policy" / "static.npz"
+    brought = directory / POLICY_NAME / STATIC_NAME
     counts: np.ndarray | None
     if policy_trace is not None:
         counts = popularity(load_trace(policy_trace), shape.num_layers, shape.num_experts)

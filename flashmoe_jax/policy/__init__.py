@@ -1,6 +1,8 @@
 """Eviction policies: `make_policy` turns a name into the pure functions of `Policy`."""
 
+import json
 import os
+from typing import Any
 
 import numpy as np
 
@@ -9,8 +11,18 @@ from flashmoe_jax.policy.base import Policy, PolicyShape
 from flashmoe_jax.policy.heuristics import HEURISTICS, heuristic, static_policy
 
 POLICIES = (*HEURISTICS, "static")
+STATIC_NAME = "static.npz"  # in the policy folder of a model directory
 
-__all__ = ["POLICIES", "Policy", "PolicyShape", "check_policy_name", "make_policy"]
+__all__ = [
+    "POLICIES",
+    "STATIC_NAME",
+    "Policy",
+    "PolicyShape",
+    "check_policy_name",
+    "load_popularity",
+    "make_policy",
+    "save_popularity",
+]
 
 
 def check_policy_name(name: str) -> None:
@@ -46,7 +58,19 @@ def make_policy(name: str, shape: PolicyShape, popularity: np.ndarray | None = N
     return static_policy(popularity)
 
 
+def save_popularity(path: str | os.PathLike[str], popularity: np.ndarray, meta: dict[str, Any]) -> None:
+    """Writes popularity `[L, E]` as the parameters of a `static` policy; `meta` says where it comes from."""
+    np.savez_compressed(path, popularity=popularity.astype(np.float32), meta=np.array(json.dumps(meta)))
+
+
 def load_popularity(path: str | os.PathLike[str]) -> np.ndarray:
-    """Popularity `[L, E]` float32 from `policy/static.npz` of a model directory."""
-    with np.load(path) as archive:
-        return archive["popularity"].astype(np.float32)
+    """Popularity `[L, E]` float32 as `save_popularity` wrote it.
+
+    Raises:
+        ConfigError: not such a file.
+    """
+    try:
+        with np.load(path, allow_pickle=False) as archive:
+            return archive["popularity"].astype(np.float32)
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(f"{os.fspath(path)} is not a static policy ({error}); fit it again") from None

@@ -1,0 +1,1 @@
+"""Eviction policies from recorded traces. `python -m train_policy --help` lists what can be done."""

@@ -1,0 +1,41 @@
+"""The policy training command: `python -m train_policy`, also `flashmoe train-policy`.
+
+Owns the command line; what each subcommand does is in a module of its own.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from flashmoe_jax.console import OneLineParser, guarded
+from train_policy.static import fit_static
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser, one subparser per subcommand."""
+    parser = OneLineParser(prog="python -m train_policy", description="Make an eviction policy of recorded traces.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    fit = commands.add_parser("fit", help="fit a policy to traces")
+    fit.add_argument("--trace", type=Path, nargs="+", required=True, metavar="T", help="traces (.npz) of one model")
+    fit.add_argument("--kind", choices=("static",), required=True, help="static: the popular experts stay")
+    target = fit.add_mutually_exclusive_group(required=True)
+    target.add_argument("--out", type=Path, metavar="DIR", help="folder to write the policy to")
+    target.add_argument("--into", type=Path, metavar="MODEL", help="model directory to install it in")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs a subcommand; the exit code is 0, or 2 after a mistake of the caller."""
+    args = build_parser().parse_args(argv)
+
+    def body() -> int:
+        path = fit_static(args.trace, out=args.out, into=args.into)
+        print(path)
+        return 0
+
+    return guarded(body)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
