@@ -90,18 +90,11 @@ class Tokenizer:
             text: special tokens written out in it are recognised.
             add_special: whether to add what the model expects around a text, e.g. a leading `<s>`.
         """
-        return self._encode(text, add_special).ids
-
-    def encode_from(self, text: str, start: int) -> list[int] | None:
-        """Ids of the tokens of `text` from character `start` on, as they are when the whole text is encoded.
-
-        Returns None where a token reaches across `start`. Nothing is added around the text.
-        """
-        encoding = self._encode(text, add_special=False)
-        first = next((i for i, (_, end) in enumerate(encoding.offsets) if end > start), len(encoding.ids))
-        if first < len(encoding.ids) and encoding.offsets[first][0] < start:
-            return None
-        return encoding.ids[first:]
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise PromptError(f"the prompt is not valid text: {error}; give it as UTF-8") from error
+        return self._backend.encode(text, add_special_tokens=add_special).ids
 
     def decode(self, token_ids: Sequence[int], skip_special: bool = True) -> str:
         """Text of `token_ids`, as the beginning of a text; ids outside the vocabulary show nothing."""
@@ -128,13 +121,6 @@ class Tokenizer:
             lambda token_id: token_of(token_id) is not None,
             [] if at_start else self.encode("a", add_special=False),
         )
-
-    def _encode(self, text: str, add_special: bool) -> tokenizers.Encoding:
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise PromptError(f"the prompt is not valid text: {error}; give it as UTF-8") from error
-        return self._backend.encode(text, add_special_tokens=add_special)
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -113,19 +113,6 @@ def test_decoders_that_are_not_token_by_token_have_no_rule(decoder: dict | None)
     assert ByteRule.of(decoder) is None
 
 
-def test_encode_from_gives_the_tokens_after_a_boundary():
-    tokenizer = BY_KIND["byte_fallback"]
-    whole = "Once upon a time<|end|> there was"
-    start = whole.index("<|end|>")
-    head, tail = tokenizer.encode(whole[:start]), tokenizer.encode_from(whole, start)
-    assert tail is not None
-    assert head + tail == tokenizer.encode(whole)
-    assert tokenizer.encode_from(whole, len(whole)) == []
-    merged = BY_KIND["byte_level"]
-    assert len(merged.encode("Once")) < 4
-    assert merged.encode_from("Once", 1) is None
-
-
 def test_named_tokens_of_the_config_are_added_and_special(tmp_path: Path):
     backend = tiny_tokenizers.byte_level()
     size = backend.get_vocab_size()
