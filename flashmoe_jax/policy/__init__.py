@@ -23,15 +23,6 @@ __all__ = [
     "make_policy",
     "save_popularity",
 ]
-    "POLICIES",
-    "STATIC_NAME",
-    "Policy",
-    "PolicyShape",
-    "check_policy_name",
-    "load_popularity",
-    "make_policy",
-    "save_popularity",
-]
 
 
 def check_policy_name(name: str) -> None:
