@@ -74,15 +74,28 @@ def _check_text_files(model: ModelDirectory) -> Iterator[Damage]:
 
 
 def _check_dense(model: ModelDirectory, advance: Advance) -> Iterator[Damage]:
-    # One by one, so that an unreadable weight does not hide the others.
-    for path in model.dense_specs:
+    unread = dict.fromkeys(model.dense_specs)
+    try:
+        yield from _check_weights(model, list(unread), unread, advance)
+        return
+    except CheckpointError:
+        pass
+    # One by one, so that a weight that cannot be read does not hide the others.
+    for path in list(unread):
         try:
-            for _, weight in read_dense(model.path / DENSE_NAME, model.dense_specs, only=[path]):
-                if checksum(weight.reshape(-1).view(np.uint8)) != model.manifest.dense[path].checksum:
-                    yield Damage(f"dense weight {path} is damaged")
-                advance(weight.nbytes)
+            yield from _check_weights(model, [path], unread, advance)
         except CheckpointError as error:
             yield Damage(f"dense weight {path}: {error}")
+
+
+def _check_weights(
+    model: ModelDirectory, paths: list[str], unread: dict[str, None], advance: Advance
+) -> Iterator[Damage]:
+    for path, weight in read_dense(model.path / DENSE_NAME, model.dense_specs, only=paths):
+        del unread[path]
+        advance(weight.nbytes)
+        if checksum(weight.reshape(-1).view(np.uint8)) != model.manifest.dense[path].checksum:
+            yield Damage(f"dense weight {path} is damaged")
 
 
 def _check_experts(model: ModelDirectory, advance: Advance) -> Iterator[Damage]:
