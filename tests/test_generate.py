@@ -15,14 +15,17 @@ import tiny_tokenizers
 from flashmoe_jax import conversation, generate, output
 from flashmoe_jax.engine import engine as engine_module
 from flashmoe_jax.engine import platform
+from flashmoe_jax.engine.generation import Piece
 from flashmoe_jax.telemetry.trace import load_trace
 from flashmoe_jax.text import ChatTemplate, Tokenizer
 
 PROMPT = "Once upon a time"
+# Short turns, and one context for all runs that can share it: every other shape compiles for seconds.
 CHAT = (
-    "{% for m in messages %}<s>{{ m.role }}\n{{ m.content }}</s>{% endfor %}"
-    "{% if add_generation_prompt %}<s>assistant\n{% endif %}"
+    "{% for m in messages %}<s>{{ m.role[0] }}{{ m.content }}</s>{% endfor %}"
+    "{% if add_generation_prompt %}<s>a{% endif %}"
 )
+CONTEXT = ("--max-context", "64")
 
 
 @pytest.fixture(scope="module")
@@ -93,16 +96,13 @@ def test_budget_and_policy_do_not_change_tokens(run_json):
     assert (first["policy"], second["policy"]) == ("lru", "lfu")
 
 
-def test_a_batch_gives_lists(run, run_json):
-    prompts = [PROMPT, "è", "def add(a, b):\n    return"]
+def test_a_batch_gives_lists(run_json):
+    prompts = [PROMPT, "è", "def add(a, b):"]
     options = [o for p in prompts for o in ("--prompt", p)]
     batch = run_json(*options, "--max-new-tokens", "6", "--temperature", "1", "--seed", "5")
     alone = [run_json("--prompt", p, "--max-new-tokens", "6", "--temperature", "1", "--seed", "5") for p in prompts]
     for name in ("text", "token_ids", "prompt_tokens", "finish_reason"):
         assert batch[name] == [result[name] for result in alone]
-    status, out, _ = run(*options, "--max-new-tokens", "6", "--temperature", "1", "--seed", "5")
-    assert status == 0
-    assert out == "".join(f"[{i}/3]\n{text}\n" for i, text in enumerate(batch["text"], start=1))
 
 
 def test_sampling_is_repeated_by_its_seed(run, run_json):
@@ -148,8 +148,8 @@ def test_what_generation_config_asks_beyond_us_is_named(run, hf_dir: Path, tmp_p
 
 def test_chat_uses_the_template(run_json, hf_dir: Path):
     options = ("--max-new-tokens", "6")
-    chat = run_json("--chat", "--system", "Sii breve.", "--prompt", "Ciao", *options)
-    text = "<s>system\nSii breve.</s><s>user\nCiao</s><s>assistant\n"
+    chat = run_json("--chat", "--system", "Ok", "--prompt", "Ciao", *options)
+    text = "<s>sOk</s><s>uCiao</s><s>a"
     assert chat["token_ids"] == run_json("--prompt", text, *options)["token_ids"]
     assert chat["prompt_tokens"] == len(Tokenizer.from_dir(hf_dir).encode(text))
 
@@ -205,6 +205,16 @@ def test_models_without_text_files(missing: str, options: list[str], message: st
     assert status == 2
     assert out == ""
     assert f"error: {message}" in err
+
+
+def test_a_batch_is_shown_one_after_the_other(capsys: pytest.CaptureFixture):
+    stream = output.StreamOutput(3)
+    for sequence, text, reason in [(1, "b", None), (0, "a", None), (2, "c", "stop"), (0, "A", "stop")]:
+        stream.add(Piece(sequence, 7, text, reason))
+    assert capsys.readouterr().out == "[1/3]\naA\n[2/3]\nb"
+    stream.add(Piece(1, 7, "B"))
+    stream.finish()
+    assert capsys.readouterr().out == "B\n[3/3]\nc\n"
 
 
 @pytest.fixture
@@ -282,7 +292,7 @@ class Spy:
 def talk(run, monkeypatch: pytest.MonkeyPatch):
     def talk(*lines: str, options: tuple[str, ...] = ("--max-new-tokens", "8")) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
-        return run("--chat", *options)
+        return run("--chat", *CONTEXT, *options)
 
     return talk
 
@@ -307,7 +317,7 @@ def test_a_conversation_keeps_its_cache(talk, run_json, hf_dir: Path, monkeypatc
         {"role": "user", "content": "E poi?"},
     ]
     text = template.render(messages)
-    afresh = run_json("--prompt", text, "--max-new-tokens", "8")
+    afresh = run_json("--prompt", text, *CONTEXT, "--max-new-tokens", "8")
     assert spy.token_ids[1] == afresh["token_ids"]
     assert len(spy.fed[1]) < len(tokenizer.encode(text))
     assert tokenizer.encode(text)[-len(spy.fed[1]) :] == spy.fed[1]
