@@ -31,7 +31,7 @@ from flashmoe_jax.experts.shard import ARRAY_FORMAT_VERSION, ARRAY_NAME, crc32c,
 
 # A record is read in pieces of about this size: the copy of one piece overlaps the read of the next, and a piece is
 # small enough for malloc to keep its memory (see `retain_freed_memory`).
-PIECE_BYTES = 2 << 20
+PIECE_BYTES = 1 << 20
 _NOT_STORED = 2**64 - 1  # zarr's index entry of a chunk that was never written
 
 _log = logging.getLogger(__name__)
