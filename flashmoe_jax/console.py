@@ -33,13 +33,13 @@ def guarded(body: Callable[[], int]) -> int:
         return status
     except FlashMoEError as error:
         say(f"error: {' '.join(str(error).split())}")
+        _drop_unwritable()
         return BAD_INPUT
     except KeyboardInterrupt:
         say("interrupted")
         return INTERRUPTED
     except BrokenPipeError:
-        # What is left in the buffer has no reader; the interpreter would complain about it at exit.
-        _discard_stdout()
+        _drop_unwritable()
         return BROKEN_PIPE
 
 
@@ -86,11 +86,11 @@ class StopRequest:
         os.write(2, f"\n{self._message}\n".encode())
 
 
-def _discard_stdout() -> None:
+def _drop_unwritable() -> None:
+    """Discards output that cannot be written, about which the interpreter would complain once more at exit."""
     try:
-        descriptor = sys.stdout.fileno()
-    except (OSError, ValueError):
-        return
-    null = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(null, descriptor)
-    os.close(null)
+        sys.stdout.flush()
+    except OSError:
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, sys.stdout.fileno())
+        os.close(null)

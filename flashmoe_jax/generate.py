@@ -24,7 +24,7 @@ from flashmoe_jax.arguments import (
 from flashmoe_jax.console import INTERRUPTED, StopRequest, guarded, prepare_stdout, say
 from flashmoe_jax.conversation import Conversation, converse, first_messages
 from flashmoe_jax.errors import ConfigError, PromptError
-from flashmoe_jax.output import JsonOutput, StreamOutput
+from flashmoe_jax.output import JsonOutput, StreamOutput, write
 from flashmoe_jax.resolve import default_cache_dir, resolve_model
 from flashmoe_jax.text import ChatTemplate, GenerationDefaults, SamplingParams, Tokenizer
 from flashmoe_jax.text.tokenizer import read_json
@@ -119,7 +119,7 @@ def _complete(args: argparse.Namespace, front: _Front, texts: list[str]) -> int:
         if isinstance(output, JsonOutput):
             seed = None if front.sampling.is_greedy else front.sampling.seed
             result = output.result([len(i) for i in ids]) | {"seed": seed} | engine.stats()
-            print(json.dumps(result, ensure_ascii=False))
+            write(json.dumps(result, ensure_ascii=False) + "\n")
         say(engine.summary_line() + _seed_note(args, front.sampling))
         return INTERRUPTED if stop.is_set else 0
 

@@ -7,6 +7,8 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from flashmoe_jax.errors import ConfigError
+
 if TYPE_CHECKING:
     from flashmoe_jax.engine.generation import Piece
 
@@ -74,7 +76,16 @@ class JsonOutput:
 
 
 def write(text: str) -> None:
-    """Text to stdout, at once."""
-    if text:
+    """Text to stdout, at once.
+
+    Raises:
+        BrokenPipeError: the reader is gone.
+        ConfigError: any other failure, such as a full disk.
+    """
+    try:
         sys.stdout.write(text)
         sys.stdout.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise ConfigError(f"stdout cannot be written: {error.strerror}; send it elsewhere") from error

@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import re
 import signal
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 import tiny_models
 import tiny_tokenizers
 
+from checkpoints.convert import convert
 from flashmoe_jax import conversation, generate, output
 from flashmoe_jax.engine import engine as engine_module
 from flashmoe_jax.engine import platform
@@ -205,6 +207,36 @@ def test_models_without_text_files(missing: str, options: list[str], message: st
     assert status == 2
     assert out == ""
     assert f"error: {message}" in err
+
+
+def converted(hf_dir: Path, target: Path) -> Path:
+    convert(hf_dir, target)
+    return target
+
+
+def test_a_damaged_expert_is_named(run, hf_dir: Path, tmp_path: Path):
+    directory = converted(hf_dir, tmp_path / "model")
+    for shard in (directory / "experts.zarr" / "c" / "1").rglob("*"):
+        if shard.is_file():
+            data = bytearray(shard.read_bytes())
+            for start in range(0, 5 * 4096, 4096):
+                data[start] ^= 1
+            shard.write_bytes(data)
+    status, out, err = run("--prompt", PROMPT, "--max-new-tokens", "4", model=directory)
+    assert status == 2
+    assert out.strip() == ""
+    (line,) = [line for line in err.splitlines() if line.startswith("error: ")]
+    assert re.search(r"layer 1\b.*expert \d", line)
+
+
+def test_a_newer_format_is_refused_by_name(run, hf_dir: Path, tmp_path: Path):
+    directory = converted(hf_dir, tmp_path / "model")
+    manifest = json.loads((directory / "manifest.json").read_text())
+    manifest["format_version"] = 99
+    (directory / "manifest.json").write_text(json.dumps(manifest))
+    status, out, err = run("--prompt", PROMPT, "--max-new-tokens", "4", model=directory)
+    assert (status, out) == (2, "")
+    assert "has format 99" in err
 
 
 def test_a_batch_is_shown_one_after_the_other(capsys: pytest.CaptureFixture):
