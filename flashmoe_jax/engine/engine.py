@@ -29,6 +29,7 @@ from flashmoe_jax.engine.dense import DenseWeights, split_dense_weights
 from flashmoe_jax.engine.expert_memory import ExpertMemory
 from flashmoe_jax.engine.generation import GenerationTimes, Limits, Piece, generate_pieces
 from flashmoe_jax.engine.memory import available_bytes, peak_rss_bytes, rss_bytes
+from flashmoe_jax.engine.platform import configure_backend
 from flashmoe_jax.engine.sampling import SamplingParams
 from flashmoe_jax.engine.session import Session
 from flashmoe_jax.errors import ConfigError, PromptError
@@ -283,6 +284,7 @@ def load(
     from flashmoe_jax.resolve import resolve_model
 
     check_policy_name(policy)
+    configure_backend(device_budget)
     budget = None if device_budget is None else Budget.parse(device_budget)
     limit = None if memory_limit is None else parse_size(memory_limit)
     directory = ModelDirectory.open(resolve_model(path, cache_dir))
