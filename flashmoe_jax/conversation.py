@@ -6,6 +6,7 @@ since the last turn is computed; a template that rewrites earlier turns (many dr
 """
 
 import contextlib
+import dataclasses
 import sys
 from collections.abc import Generator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,7 @@ from flashmoe_jax.console import INTERRUPTED, StopRequest, say
 from flashmoe_jax.errors import PromptError
 from flashmoe_jax.output import write
 from flashmoe_jax.text import ChatTemplate, SamplingParams, Tokenizer
+from flashmoe_jax.text.sampling_params import MAX_SEED
 
 if TYPE_CHECKING:
     from flashmoe_jax.engine.engine import Engine
@@ -49,8 +51,8 @@ class Conversation:
         self._engine, self._tokenizer, self._template = engine, tokenizer, template
         self._system, self._variables = system, variables
         self._max_new_tokens = max_new_tokens
+        self._sampling, self._num_answers = sampling, 0
         self._options: dict[str, Any] = {
-            "sampling": sampling,
             "stop": stop,
             "stop_token_ids": stop_token_ids,
             "ignore_eos": ignore_eos,
@@ -82,11 +84,15 @@ class Conversation:
         num_known = min(_common_prefix(cached, ids), len(ids) - 1)
         self._session.rewind(0, num_known)
         self.messages = messages
+        # Each answer has its own seed, or every answer would be drawn with the same luck.
+        seed = (self._sampling.seed + self._num_answers) % (MAX_SEED + 1)
+        self._num_answers += 1
         answer = ""
         try:
             for piece in self._engine.generate(
                 [ids[num_known:]],
                 max_new_tokens=min(self._max_new_tokens, room),
+                sampling=dataclasses.replace(self._sampling, seed=seed),
                 session=self._session,
                 **self._options,
             ):

@@ -364,6 +364,15 @@ def test_reset_forgets(talk, monkeypatch: pytest.MonkeyPatch):
     assert spy.token_ids[0] == spy.token_ids[1]
 
 
+def test_each_answer_is_drawn_anew(talk, monkeypatch: pytest.MonkeyPatch):
+    spy = Spy(monkeypatch)
+    options = ("--max-new-tokens", "8", "--temperature", "2", "--seed", "3")
+    talk("Ciao", "/reset", "Ciao", options=options)
+    talk("Ciao", options=options)
+    assert spy.token_ids[0] != spy.token_ids[1]
+    assert spy.token_ids[0] == spy.token_ids[2]
+
+
 def test_a_full_context_does_not_end_the_conversation(talk):
     options = ("--max-new-tokens", "8", "--max-context", "40")
     status, out, err = talk("Ciao", "a long message " * 9, "/reset", "Ciao", options=options)
