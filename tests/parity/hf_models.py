@@ -5,7 +5,7 @@ Every model runs in float32 on the CPU with the eager attention and experts, one
 """
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -81,11 +81,27 @@ def run_cached(model: PreTrainedModel, tokens: np.ndarray, prompt_length: int) -
         router.register_forward_hook(lambda module, args, output, layer=layer: record(layer, output))
         for layer, router in enumerate(routers)
     ]
-    # Renamed within transformers 5; the old name warns, and warnings are errors here.
-    cache_name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
-    cache = {cache_name: DynamicCache(config=model.config)}
+    cache = _new_cache(model)
     with torch.inference_mode():
         logits = [model(step_1t, use_cache=True, **cache).logits[0].float().numpy() for step_1t in steps]
     for hook in hooks:
         hook.remove()
     return Trace(np.concatenate(logits), np.stack([np.concatenate(ids) for ids in chosen]), min(gaps))
+
+
+def greedy_tokens(model: PreTrainedModel, prompt: Sequence[int], num_tokens: int) -> list[int]:
+    """The most likely tokens after a prompt, one cached step each."""
+    cache = _new_cache(model)
+    tokens: list[int] = []
+    step_1t = torch.tensor([list(prompt)])
+    with torch.inference_mode():
+        while len(tokens) < num_tokens:
+            tokens.append(int(model(step_1t, use_cache=True, **cache).logits[0, -1].argmax()))
+            step_1t = torch.tensor([tokens[-1:]])
+    return tokens
+
+
+def _new_cache(model: PreTrainedModel) -> dict[str, DynamicCache]:
+    # Renamed within transformers 5; the old name warns, and warnings are errors here.
+    name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+    return {name: DynamicCache(config=model.config)}
