@@ -123,6 +123,15 @@ def test_training_forward_equals_the_inference_modules(parts, flat):
     np.testing.assert_allclose(logits, expected, atol=1e-4)
 
 
+def test_training_attention_has_the_gradient_of_the_inference_attention(parts, flat):
+    attention = flat.merge(flat.init(0)).decoder.layers[0].attention
+    h_BTD = jax.random.normal(jax.random.key(0), (2, 70, flat.config.hidden_size))
+    position_BT = jnp.broadcast_to(jnp.arange(70), (2, 70))
+    trained = jax.grad(lambda h: jnp.sum(jnp.sin(100 * parts["model"].causal_attention(attention, h))))(h_BTD)
+    reference = jax.grad(lambda h: jnp.sum(jnp.sin(100 * attention(h, position_BT, None)[0])))(h_BTD)
+    np.testing.assert_allclose(trained, reference, atol=1e-4)
+
+
 def test_expert_capacity_drops_the_surplus_only(parts, flat):
     model_part = parts["model"]
     model = flat.merge(flat.init(0))
