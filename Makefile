@@ -15,7 +15,7 @@ demo: .venv/.installed
 	$(BIN)/python -m flashmoe_jax.generate --prompt "Once upon a time" --max-new-tokens 100 --device-budget 25%
 
 test: .venv/.installed-dev lint
-	$(BIN)/python -m pytest -n $(JOBS) -m "not parity"
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m "not parity"
 
 lint: .venv/.installed-dev
 	$(BIN)/ruff check .
@@ -23,7 +23,7 @@ lint: .venv/.installed-dev
 	$(BIN)/mypy
 
 parity: .venv/.installed-parity
-	$(BIN)/python -m pytest -n $(JOBS) -m parity
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m parity
 
 .venv/.installed: pyproject.toml
 	$(PYTHON) -m venv .venv

@@ -1,8 +1,16 @@
 """Fixtures for all tests. Importing this file also puts this folder on the path, for `tiny_models`."""
 
+import os
 from pathlib import Path
 
 import pytest
+
+# Most of the tests' time is compilation. What one test compiled serves the others, commands in subprocesses included;
+# each worker has a folder of its own, as JAX does not write an entry atomically. JAX reads these when it is imported.
+_COMPILED = Path(__file__).resolve().parents[1] / ".pytest_cache" / "compiled"
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(_COMPILED / os.environ.get("PYTEST_XDIST_WORKER", "main")))
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 
 SHARED_DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 
