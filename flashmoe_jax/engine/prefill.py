@@ -105,7 +105,9 @@ def _run_experts(memory: ExpertMemory, layer: int, plan: PrefillPlan, output: Pr
             )
         ring.computing(expert, done)
     x_TD = add_group_sums(output.x_TD, y_TD, output.dense_TD)
-    ring.wait_for_compute()
+    # Every group adds to the sums of the one before it: when the sums are there, no row is being read, neither of
+    # the ring nor of the residents, which may be overwritten now.
+    y_TD.block_until_ready()
     _replace_lower_scored(memory, layer, plan, staged[-memory.rows.num_staging :], ring)
     return x_TD
 
@@ -168,12 +170,6 @@ class _Ring:
             self._computing[row] = done
             self._busy_rows.append(row)
         self._begin_reads()
-
-    def wait_for_compute(self) -> None:
-        """Waits until no computation reads the ring."""
-        for done in self._computing.values():
-            done.block_until_ready()
-        self._computing.clear()
 
     def staged_row(self, expert: int) -> int:
         """The ring's row that held, and for the last of a layer still holds, an expert."""
