@@ -1,18 +1,17 @@
 """Converts a checkpoint to a model directory: `python -m checkpoints.convert --hf DIR --out DIR`.
 
-Owns the order of the conversion and its memory: the dense weights are in memory once, then of the experts at most
-three. Invariant: `--out` appears only when every byte in it is on the drive (`staging.py`); until then finished
-layers wait beside it, so that a second run goes on where a killed one stopped.
+Owns the order of the conversion and its memory: of the dense weights a group at a time, of the experts two. Invariant:
+`--out` appears only when every byte in it is on the drive (`staging.py`); until then finished layers wait beside it,
+so that a second run goes on where a killed one stopped.
 """
 
 import argparse
-import gc
 import importlib.metadata
 import json
 import os
 import shutil
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -153,21 +152,22 @@ def _write_dense(
         shutil.rmtree(leftover)
     keys = [piece.key for piece in plan.dense.values()]
     source.begin([*keys, *([plan.tied_copy] if plan.tied_copy else [])])
-    weights, leaves = {}, {}
-    for path, piece in plan.dense.items():
-        weight = np.empty(piece.shape, numpy_dtype(plan.dense_dtypes[path]))
-        _read(source, piece, weight)
-        weights[path] = weight
-        leaves[path] = DenseLeaf(piece.shape, plan.dense_dtypes[path], checksum(weight.reshape(-1).view(np.uint8)))
-        advance(weight.nbytes)
     if plan.tied_copy:
         _check_tied_copy(source, plan)
+    leaves: dict[str, DenseLeaf] = {}
+
+    def weights() -> Iterator[tuple[str, np.ndarray]]:
+        for path, piece in plan.dense.items():
+            weight = np.empty(piece.shape, numpy_dtype(plan.dense_dtypes[path]))
+            _read(source, piece, weight)
+            leaves[path] = DenseLeaf(piece.shape, plan.dense_dtypes[path], checksum(weight.reshape(-1).view(np.uint8)))
+            yield path, weight
+            advance(weight.nbytes)
+
+    save_dense(staging.absolute() / DENSE_NAME, weights())
     source.begin([])
-    save_dense(staging.absolute() / DENSE_NAME, weights)
     _sync_tree(staging / DENSE_NAME)
     done.put(DENSE_NAME, {path: list(leaf) for path, leaf in leaves.items()})
-    del weights
-    gc.collect()
     return leaves
 
 
@@ -198,7 +198,7 @@ def _write_layer(
     if isinstance(finished, list):
         advance(len(experts) * plan.layout.record_bytes)
         return finished
-    source.begin({piece.key for fields in experts for piece in fields.values()})
+    source.begin([fields[field.name].key for fields in experts for field in plan.layout.fields])
     checksums = []
     # Two records: one is read while the other is written.
     records = np.zeros((2, plan.layout.record_words), plan.layout.word_dtype)

@@ -1,6 +1,7 @@
 """An orbax checkpoint as a source of tensors.
 
-Owns reading of the tree and the meaning of its names. Invariant: only the tensors announced by `begin` are in memory.
+Owns reading of the tree and the meaning of its names. Invariant: a tensor is in memory from its first read until all
+of it was read, so that few are at once when they are read in the order announced by `begin`.
 
 The tree is a nested dict, in one of two forms:
 
@@ -12,6 +13,7 @@ The tree is a nested dict, in one of two forms:
 `config.json` stands in the checkpoint's directory or in its parent.
 """
 
+import math
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -26,6 +28,8 @@ from flashmoe_jax.dense_store import flatten, quiet_orbax
 from flashmoe_jax.errors import CheckpointError
 from flashmoe_jax.models.families import DenseTarget, ExpertTarget, FusedExpertsTarget, Target, hf_name_map
 from flashmoe_jax.models.weights import dense_weight_specs, expert_field_specs
+
+_GROUP_BYTES = 128 << 20  # loaded by one call
 
 
 class OrbaxSource:
@@ -44,7 +48,9 @@ class OrbaxSource:
         self._leaves = _paths(tree)
         self._tensors = {key: TensorInfo(str(leaf.dtype), tuple(leaf.shape)) for key, leaf in self._leaves.items()}
         self._tree = tree
+        self._order: list[str] = []
         self._loaded: dict[str, np.ndarray] = {}
+        self._unread: dict[str, int] = {}  # elements of loaded tensors
 
     @property
     def tensors(self) -> Mapping[str, TensorInfo]:
@@ -55,22 +61,40 @@ class OrbaxSource:
         return {"kind": "orbax", "fingerprint": fingerprint(files)}
 
     def begin(self, keys: Iterable[str]) -> None:
+        self._order = list(dict.fromkeys(keys))
+        self._loaded, self._unread = {}, {}
+
+    def read_into(self, key: str, first: int, out: np.ndarray) -> None:
+        if key not in self._loaded:
+            self._load_from(key)
+        out[...] = self._loaded[key].reshape(-1)[first : first + out.size].reshape(out.shape)
+        # Every element is read once; an array of all experts stays until the last of them was.
+        self._unread[key] -= out.size
+        if self._unread[key] <= 0:
+            del self._loaded[key]
+
+    def close(self) -> None:
         self._loaded = {}
-        wanted = set(keys)
-        abstract = _replace(self._tree, lambda key, leaf: _abstract(leaf) if key in wanted else ocp.PLACEHOLDER)
+
+    def _load_from(self, key: str) -> None:
+        """Loads an announced tensor and those announced after it, as far as a group reaches."""
+        group: list[str] = []
+        num_bytes = 0
+        for following in self._order[self._order.index(key) :]:
+            info = self._tensors[following]
+            num_bytes += math.prod(info.shape) * np.dtype(info.dtype).itemsize
+            if following in self._loaded or (group and num_bytes > _GROUP_BYTES):
+                break
+            group.append(following)
+        abstract = _replace(self._tree, lambda key, leaf: _abstract(leaf) if key in group else ocp.PLACEHOLDER)
         try:
             with quiet_orbax():
                 loaded = flatten(ocp.load(self._directory, abstract))
         except (ValueError, KeyError, TypeError, OSError) as error:
             reason = str(error).split("\n")[0][:200]
             raise CheckpointError(f"{self._directory} cannot be read ({reason})") from None
-        self._loaded = {key: loaded[key] for key in wanted}
-
-    def read_into(self, key: str, first: int, out: np.ndarray) -> None:
-        out[...] = self._loaded[key].reshape(-1)[first : first + out.size].reshape(out.shape)
-
-    def close(self) -> None:
-        self._loaded = {}
+        self._loaded |= {name: loaded[name] for name in group}
+        self._unread |= {name: loaded[name].size for name in group}
 
 
 class OrbaxNames:

@@ -44,7 +44,7 @@ class TensorSource(Protocol):
         """What goes into the manifest: kind and fingerprint."""
 
     def begin(self, keys: Iterable[str]) -> None:
-        """Announces which tensors are read next; those announced before may be forgotten."""
+        """Announces which tensors are read next, and in which order; those announced before may be forgotten."""
 
     def read_into(self, key: str, first: int, out: np.ndarray) -> None:
         """Copies elements from the `first` on, in row order, into a contiguous array of the stored dtype."""

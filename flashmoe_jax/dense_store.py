@@ -4,8 +4,8 @@ Owns the orbax options and the translation between dotted paths and the nested d
 experts. Invariant: what `load_dense` returns is bit for bit what `save_dense` was given.
 
 Orbax's defaults are for training checkpoints. Here: no compression and no OCDBT (a weight is one plain zarr3 array),
-no deep copy of what is saved (it would double the memory), and loading in groups (one whole load keeps a second copy
-of most weights until it ends).
+no deep copy of what is saved (it would double the memory), and saving and loading in groups (one whole load keeps a
+second copy of most weights until it ends).
 """
 
 import contextlib
@@ -13,7 +13,7 @@ import ctypes
 import gc
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,20 +24,37 @@ from orbax.checkpoint import v1 as ocp
 from flashmoe_jax.errors import CheckpointError
 from flashmoe_jax.models.weights import WeightSpec
 
-_GROUP_BYTES = 64 << 20  # weights loaded by one call; a larger weight is a group of its own
+# Weights loaded or saved by one call; a larger weight is a group of its own.
+_GROUP_BYTES = 64 << 20
+_SAVED_GROUP_BYTES = 256 << 20
 
 Shardings = jax.sharding.Sharding | Mapping[str, jax.sharding.Sharding]
 
 
-def save_dense(directory: Path, weights: Mapping[str, np.ndarray]) -> None:
-    """Writes weights by dotted path to a new directory; nothing of that name exists before it is whole."""
+def save_dense(directory: Path, weights: Iterable[tuple[str, np.ndarray]]) -> None:
+    """Writes weights to a new directory; nothing of that name exists before it is whole.
+
+    Args:
+        directory: absolute; must not exist.
+        weights: dotted paths and values, taken one at a time; a group of them is in memory.
+    """
     context = ocp.Context()
     context.array.saving.use_ocdbt = False
     context.array.saving.use_compression = False
     context.array.saving.enable_write_sharding_file = False
     context.memory.deepcopy_host_arrays = False
     with quiet_orbax(), context:
-        ocp.save(directory, nest(weights))
+        group: dict[str, np.ndarray] = {}
+        for path, weight in weights:
+            group[path] = weight
+            if sum(value.nbytes for value in group.values()) >= _SAVED_GROUP_BYTES:
+                ocp.partial.save(directory, nest(group))
+                group = {}
+                _give_back_memory()
+        if group:
+            ocp.partial.save(directory, nest(group))
+        ocp.partial.finalize(directory)
+    _give_back_memory()
 
 
 def load_dense(
@@ -96,11 +113,8 @@ def _load_groups(
                 f"the dense weights in {directory} cannot be read ({_first_line(error)}); convert the model again"
             ) from None
         yield {path: loaded[path] for path in paths}
-        # Orbax leaves its reads in reference cycles, and malloc keeps what they held: given back here, neither adds up
-        # over the groups.
         del loaded
-        gc.collect()
-        _trim_malloc()
+        _give_back_memory()
 
 
 def _groups(specs: Mapping[str, WeightSpec]) -> Iterator[list[str]]:
@@ -121,7 +135,9 @@ def _num_bytes(spec: WeightSpec) -> int:
     return math.prod(spec.shape) * np.dtype(spec.dtype).itemsize
 
 
-def _trim_malloc() -> None:
+def _give_back_memory() -> None:
+    """Frees what orbax leaves in reference cycles and malloc keeps, which would add up over the groups."""
+    gc.collect()
     libc = ctypes.CDLL(None)
     if hasattr(libc, "malloc_trim"):
         libc.malloc_trim(0)
