@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from flashmoe_jax.errors import ConfigError
+from flashmoe_jax.npz import read_npz
 from flashmoe_jax.policy.base import Policy, PolicyShape
 from flashmoe_jax.policy.heuristics import HEURISTICS, heuristic, static_policy
 
@@ -70,7 +71,6 @@ def load_popularity(path: str | os.PathLike[str]) -> np.ndarray:
         ConfigError: not such a file.
     """
     try:
-        with np.load(path, allow_pickle=False) as archive:
-            return archive["popularity"].astype(np.float32)
-    except (OSError, ValueError, KeyError) as error:
+        return read_npz(path)["popularity"].astype(np.float32)
+    except (FileNotFoundError, ConfigError, KeyError) as error:
         raise ConfigError(f"{os.fspath(path)} is not a static policy ({error}); fit it again") from None

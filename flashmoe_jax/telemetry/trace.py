@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from flashmoe_jax.errors import ConfigError
+from flashmoe_jax.npz import read_npz
 
 PREFILL, DECODE = 0, 1
 
@@ -42,8 +43,8 @@ class TraceRecorder:
         """One prompt pass or one decode step: ids `[rows, L, X]`, seq_id and token `[rows]`."""
         rows = ids.shape[0]
         self._ids.append(ids.astype(np.int32))
-        self._columns["seq_id"].append(np.asarray(seq_id, np.int32))
-        self._columns["token"].append(np.asarray(token, np.int32))
+        self._columns["seq_id"].append(np.array(seq_id, np.int32))
+        self._columns["token"].append(np.array(token, np.int32))
         self._columns["phase"].append(np.full(rows, phase, np.uint8))
         self._columns["step"].append(np.full(rows, self._num_steps, np.int32))
         self._num_steps += 1
@@ -92,21 +93,22 @@ def load_trace(path: str | os.PathLike[str]) -> Trace:
     Raises:
         ConfigError: no such file, or not a trace.
     """
+    name = os.fspath(path)
     try:
-        with np.load(path, allow_pickle=False) as archive:
-            arrays = {name: archive[name] for name in archive.files}
+        arrays = read_npz(path)
+        meta = json.loads(str(arrays["meta"])) if "meta" in arrays else {}
     except FileNotFoundError:
-        raise ConfigError(f"trace {os.fspath(path)} does not exist; record one with --trace") from None
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"trace {os.fspath(path)} cannot be read as .npz: {error}") from None
+        raise ConfigError(f"trace {name} does not exist; record one with --trace") from None
+    except ValueError as error:
+        raise ConfigError(f"trace {name} cannot be read as .npz: {error}") from None
     if "ids" not in arrays or arrays["ids"].ndim != 3 or arrays["ids"].dtype not in (np.uint8, np.uint16):
-        raise ConfigError(
-            f"trace {os.fspath(path)} has no array ids [tokens, layers, experts per token] of uint8 or uint16"
-        )
+        raise ConfigError(f"trace {name} has no array ids [tokens, layers, experts per token] of uint8 or uint16")
     raw = arrays["ids"]
     ids = np.where(raw == np.iinfo(raw.dtype).max, -1, raw.astype(np.int32))
     rows = len(ids)
-    meta = json.loads(str(arrays["meta"])) if "meta" in arrays else {}
+    for column in ("seq_id", "phase", "step", "token"):
+        if column in arrays and arrays[column].shape != (rows,):
+            raise ConfigError(f"trace {name}: {column} has shape {arrays[column].shape} and there are {rows} rows")
     return Trace(
         ids=ids,
         seq_id=arrays.get("seq_id", np.zeros(rows, np.int32)),
