@@ -102,5 +102,5 @@ def _count(memory: ExpertMemory, layer: int, plan: DecodePlan) -> None:
     counters.misses += num_misses
     counters.demand_reads += num_misses
     if num_misses:
-        counters.refetches += memory.refetch.count_refetches(layer, plan.miss_expert, memory.num_tokens)
-        memory.record_evictions(counters, layer, plan.evicted[plan.evicted >= 0])
+        memory.refetch.missed(layer, plan.miss_expert, memory.num_tokens)
+        memory.refetch.evicted(layer, plan.evicted[plan.evicted >= 0], memory.num_tokens, counters)

@@ -5,7 +5,6 @@ Invariant: between steps every expert that the residency calls resident has its 
 """
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -66,7 +65,9 @@ class ExpertMemory:
         self.programs = _make_programs(dense, policy, self.rows, layout.fields)
         self.prefill_counters = StageCounters(layout.record_bytes)
         self.decode_counters = StageCounters(layout.record_bytes)
-        self.refetch = RefetchWatch(config.num_moe_layers, config.num_experts)
+        self.refetch = RefetchWatch(
+            config.num_moe_layers, config.num_experts, (self.prefill_counters, self.decode_counters)
+        )
         self.num_tokens = 0  # decode steps and prompt tokens so far, the clock of re-fetches
         self.state = self._initial_state()
 
@@ -74,12 +75,6 @@ class ExpertMemory:
         """Forgets who is resident and what the policy saw; used after a failed step, whose slots cannot be trusted."""
         self.fetcher.drain()
         self.state = self._initial_state()
-
-    def record_evictions(self, counters: StageCounters, layer: int, experts: Sequence[int] | np.ndarray) -> None:
-        """Counts experts that left a layer."""
-        gone = np.asarray(experts)
-        counters.evictions += len(gone)
-        self.refetch.evicted(layer, gone, self.num_tokens)
 
     def resident_experts(self) -> list[set[int]]:
         """Who is in the slots now, per MoE layer."""

@@ -77,7 +77,7 @@ def prefill_prompt(
         chosen[:, :, moe_layer] = plan.expert_BTX
         moe_layer += 1
     lengths_B = valid_BT.sum(axis=1)
-    memory.num_tokens += int(lengths_B.max(initial=0))
+    memory.num_tokens += int(lengths_B.max())
     memory.prefill_counters.tokens += int(lengths_B.sum())
     memory.prefill_counters.check_identities()
     last_BD = x_BTD[np.arange(B), np.maximum(lengths_B - 1, 0)]
@@ -91,7 +91,7 @@ def _run_experts(memory: ExpertMemory, layer: int, plan: PrefillPlan, output: Pr
     needed = sorted(groups)
     missing = [e for e in needed if plan.slot_before[e] < 0]
     staged = [e for e in missing if plan.slot_after[e] < 0]
-    _count(memory, layer, len(needed), missing)
+    _count(memory, layer, len(needed), missing, plan.expert_BTX)
     ring = _Ring(memory, layer, missing, plan.slot_after)
     weight_TX = np.asarray(output.weight_TX)
     y_TD = jnp.zeros(output.x_TD.shape, jnp.float32)
@@ -217,6 +217,7 @@ def _replace_lower_scored(memory: ExpertMemory, layer: int, plan: PrefillPlan, s
     """
     if not staged:
         return
+    last_token = memory.num_tokens + int(np.count_nonzero((plan.expert_BTX[..., 0] >= 0).any(axis=0))) - 1
     residents = sorted((float(plan.keep[e]), int(s), e) for e, s in enumerate(plan.slot_after) if s >= 0)
     best_first = sorted(staged, key=lambda e: (-float(plan.keep[e]), e))
     for expert, (keep, slot, leaving) in zip(best_first, residents, strict=False):
@@ -225,14 +226,17 @@ def _replace_lower_scored(memory: ExpertMemory, layer: int, plan: PrefillPlan, s
         memory.slots.copy_row(ring.staged_row(expert), memory.rows.slot_row(layer, slot))
         residency = replace(memory.state.residency, np.int32(layer), np.int32(slot), np.int32(expert))
         memory.state = memory.state._replace(residency=residency)
-        memory.record_evictions(memory.prefill_counters, layer, [leaving])
+        memory.refetch.evicted(layer, [leaving], last_token, memory.prefill_counters)
 
 
-def _count(memory: ExpertMemory, layer: int, num_needed: int, missing: list[int]) -> None:
+def _count(memory: ExpertMemory, layer: int, num_needed: int, missing: list[int], expert_BTX: np.ndarray) -> None:
     counters = memory.prefill_counters
     counters.accesses += num_needed
     counters.hits += num_needed - len(missing)
     counters.misses += len(missing)
     counters.demand_reads += len(missing)
     if missing:
-        counters.refetches += memory.refetch.count_refetches(layer, np.array(missing), memory.num_tokens)
+        # Position by position, as decode would have asked for them.
+        experts, first = np.unique(expert_BTX.swapaxes(0, 1), return_index=True)
+        position = first[np.searchsorted(experts, missing)] // (expert_BTX.shape[0] * expert_BTX.shape[2])
+        memory.refetch.missed(layer, missing, memory.num_tokens + position)

@@ -5,12 +5,14 @@ by `check_identities`: accesses = hits + misses, misses = demand_reads + late, a
 """
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 # An evicted expert asked for again within this many tokens counts as re-fetched.
 REFETCH_TOKENS = 5
+_LONG_AGO = -(10**9)
 
 
 @dataclasses.dataclass
@@ -69,17 +71,25 @@ class StageCounters:
 
 
 class RefetchWatch:
-    """Notices evicted experts that are asked for again soon."""
+    """Notices evicted experts that are asked for again soon, and counts both in the stage that evicted them."""
 
-    def __init__(self, num_layers: int, num_experts: int):
-        self._evicted_at = np.full((num_layers, num_experts), -(10**9), np.int64)
+    def __init__(self, num_layers: int, num_experts: int, stages: Sequence[StageCounters]):
+        self._stages = tuple(stages)
+        self._evicted_at = np.full((num_layers, num_experts), _LONG_AGO, np.int64)
+        self._evicted_by = np.zeros((num_layers, num_experts), np.int8)
 
-    def evicted(self, layer: int, experts: np.ndarray, token: int) -> None:
+    def evicted(self, layer: int, experts: Sequence[int] | np.ndarray, token: int, stage: StageCounters) -> None:
         """Experts of a layer left at token number `token`."""
-        self._evicted_at[layer, experts] = token
+        gone = np.asarray(experts, np.int64)
+        stage.evictions += len(gone)
+        self._evicted_at[layer, gone] = token
+        self._evicted_by[layer, gone] = next(i for i, known in enumerate(self._stages) if known is stage)
 
-    def count_refetches(self, layer: int, experts: np.ndarray, token: int) -> int:
-        """How many of the missed experts had left within REFETCH_TOKENS tokens; each eviction counts once."""
-        soon = token - self._evicted_at[layer, experts] <= REFETCH_TOKENS
-        self._evicted_at[layer, experts] = -(10**9)
-        return int(np.count_nonzero(soon))
+    def missed(self, layer: int, experts: Sequence[int] | np.ndarray, token: int | np.ndarray) -> None:
+        """Experts of a layer, all different, were missed at token number `token` (of all, or of each)."""
+        asked = np.asarray(experts, np.int64)
+        is_soon = token - self._evicted_at[layer, asked] <= REFETCH_TOKENS
+        evicted_by = self._evicted_by[layer, asked[is_soon]]
+        for i, stage in enumerate(self._stages):
+            stage.refetches += int(np.count_nonzero(evicted_by == i))
+        self._evicted_at[layer, asked] = _LONG_AGO  # each eviction counts once
