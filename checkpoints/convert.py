@@ -23,7 +23,7 @@ from checkpoints.progress import Advance, ConsoleReporter, Reporter, SilentRepor
 from checkpoints.sources import SafetensorsSource, TensorSource, read_json
 from checkpoints.staging import announce_size, staged_directory
 from flashmoe_jax.config import WEIGHT_DTYPES, ModelConfig
-from flashmoe_jax.dense_store import save_dense
+from flashmoe_jax.dense_store import list_files, save_dense
 from flashmoe_jax.errors import CheckpointError, FlashMoEError
 from flashmoe_jax.experts.record import checksum, numpy_dtype
 from flashmoe_jax.experts.shard import ARRAY_NAME, ShardWriter, shard_bytes, shard_key, write_array_metadata, write_file
@@ -111,6 +111,7 @@ def _convert(
             layout=plan.layout,
             checksums=checksums,
             dense=dense,
+            dense_files=list_files(staging / DENSE_NAME),
             text_files=_copy_text_files(text_dir, staging),
             source=description,
             created_by=created_by(),

@@ -18,7 +18,7 @@ from checkpoints.progress import Advance, ConsoleReporter, Reporter, SilentRepor
 from checkpoints.safetensors_writer import DEFAULT_SHARD_BYTES, NamedInfo, tensor_bytes, write_checkpoint
 from checkpoints.sources import TensorInfo
 from checkpoints.staging import announce_size, staged_directory
-from flashmoe_jax.dense_store import read_dense
+from flashmoe_jax.dense_store import find_damage, read_dense
 from flashmoe_jax.engine.budget import parse_size
 from flashmoe_jax.errors import CheckpointError, DamagedRecordError, FlashMoEError
 from flashmoe_jax.experts.record import checksum
@@ -81,6 +81,8 @@ def _tensors(model: ModelDirectory) -> list[NamedInfo]:
 
 def _values(model: ModelDirectory, advance: Advance) -> Iterator[np.ndarray]:
     """The tensors of `_tensors`, in its order."""
+    for damage in find_damage(model.path / DENSE_NAME, model.manifest.dense_files):
+        raise DamagedRecordError(f"{damage}; convert the model again")
     leaves = model.manifest.dense
     for path, weight in read_dense(model.path / DENSE_NAME, model.dense_specs):
         if checksum(weight.reshape(-1).view(np.uint8)) != leaves[path].checksum:

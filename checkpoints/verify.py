@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from checkpoints.progress import Advance, ConsoleReporter, Reporter, SilentReporter, format_bytes
-from flashmoe_jax.dense_store import read_dense
+from flashmoe_jax.dense_store import find_damage, read_dense
 from flashmoe_jax.errors import CheckpointError, DamagedRecordError, FlashMoEError
 from flashmoe_jax.experts.record import checksum
 from flashmoe_jax.experts.shard import shard_key
@@ -74,10 +74,13 @@ def _check_text_files(model: ModelDirectory) -> Iterator[Damage]:
 
 
 def _check_dense(model: ModelDirectory, advance: Advance) -> Iterator[Damage]:
+    files = [Damage(line) for line in find_damage(model.path / DENSE_NAME, model.manifest.dense_files)]
+    yield from files
     unread = dict.fromkeys(model.dense_specs)
     try:
-        yield from _check_weights(model, list(unread), unread, advance)
-        return
+        if not files:
+            yield from _check_weights(model, list(unread), unread, advance)
+            return
     except CheckpointError:
         pass
     # One by one, so that a weight that cannot be read does not hide the others.

@@ -15,18 +15,20 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from orbax.checkpoint import v1 as ocp
 
 from flashmoe_jax.errors import CheckpointError
+from flashmoe_jax.experts.record import checksum
 from flashmoe_jax.models.weights import WeightSpec
 
 # Weights loaded or saved by one call; a larger weight is a group of its own.
 _GROUP_BYTES = 64 << 20
 _SAVED_GROUP_BYTES = 256 << 20
+_SMALL_FILE_BYTES = 64 << 10
 
 Shardings = jax.sharding.Sharding | Mapping[str, jax.sharding.Sharding]
 
@@ -97,12 +99,74 @@ def read_dense(
         yield from group.items()
 
 
+class StoredFile(NamedTuple):
+    """A file of a checkpoint; small ones, which hold metadata and the smallest weights, have a checksum."""
+
+    num_bytes: int
+    checksum: str | None
+
+
+def list_files(directory: Path) -> dict[str, StoredFile]:
+    """Every file of a checkpoint by its name within, for `find_damage`."""
+    files = sorted(path for path in directory.rglob("*") if path.is_file())
+    return {path.relative_to(directory).as_posix(): _stored_file(path) for path in files}
+
+
+def find_damage(directory: Path, files: Mapping[str, StoredFile]) -> Iterator[str]:
+    """A line for every file that is missing, of another size, or, where it is small, of other bytes.
+
+    Orbax reads many files at once and prints a trace for each read that is on its way when another fails; with this
+    check first, a damaged checkpoint is one line.
+    """
+    for name, written in files.items():
+        path = directory / name
+        try:
+            found = _stored_file(path)
+        except FileNotFoundError:
+            yield f"{path} is missing"
+            continue
+        except OSError as error:
+            yield f"{path} cannot be read: {error.strerror}"
+            continue
+        if found.num_bytes != written.num_bytes:
+            yield f"{path} has {found.num_bytes} bytes, {written.num_bytes} were written"
+        elif found != written:
+            yield f"{path} is damaged"
+
+
+def _stored_file(path: Path) -> StoredFile:
+    num_bytes = path.stat().st_size
+    return StoredFile(num_bytes, checksum(path.read_bytes()) if num_bytes <= _SMALL_FILE_BYTES else None)
+
+
+def _check_tree(directory: Path, specs: Mapping[str, WeightSpec]) -> None:
+    """Refuses a checkpoint of other weights before anything is read."""
+    try:
+        with quiet_orbax():
+            tree = flatten(ocp.metadata(directory).metadata)
+        stored = {path: WeightSpec(tuple(leaf.shape), str(leaf.dtype)) for path, leaf in tree.items()}
+    except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
+        raise CheckpointError(
+            f"{directory} holds no dense weights that can be read ({_first_line(error)}); convert the model again"
+        ) from None
+    for path in sorted(set(stored) | set(specs)):
+        found, wanted = stored.get(path), specs.get(path)
+        if found != wanted:
+            found_text, wanted_text = (
+                "absent" if spec is None else f"{spec.dtype}{list(spec.shape)}" for spec in (found, wanted)
+            )
+            raise CheckpointError(
+                f"{path} in {directory} is {found_text}, it should be {wanted_text}; convert the model again"
+            )
+
+
 def _load_groups(
     directory: Path,
     specs: Mapping[str, WeightSpec],
     abstract_leaf: Callable[[str], Any],
     only: Sequence[str] | None = None,
 ) -> Iterator[dict[str, Any]]:
+    _check_tree(directory, specs)
     for paths in _groups(specs if only is None else {path: specs[path] for path in only}):
         abstract = dict.fromkeys(specs, ocp.PLACEHOLDER) | {path: abstract_leaf(path) for path in paths}
         try:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import jax
 
 from flashmoe_jax.config import ModelConfig
-from flashmoe_jax.dense_store import Shardings, load_dense
+from flashmoe_jax.dense_store import Shardings, StoredFile, find_damage, load_dense
 from flashmoe_jax.errors import CheckpointError, ConfigError
 from flashmoe_jax.experts.record import RecordLayout
 from flashmoe_jax.experts.shard import ARRAY_NAME, write_file
@@ -58,6 +58,7 @@ class Manifest:
     layout: RecordLayout
     checksums: tuple[tuple[str, ...], ...]  # [MoE layer][expert], of whole padded records
     dense: Mapping[str, DenseLeaf]  # by dotted path
+    dense_files: Mapping[str, StoredFile]  # by name within the folder of dense weights
     text_files: tuple[str, ...]
     source: Mapping[str, Any]  # fingerprint and kind of what was converted
     created_by: str
@@ -82,6 +83,7 @@ class Manifest:
             "dense": {
                 "total_bytes": self.dense_bytes,
                 "leaves": {path: leaf._asdict() for path, leaf in self.dense.items()},
+                "files": self.dense_files,
             },
             "experts": {
                 "total_bytes": self.expert_bytes,
@@ -139,6 +141,7 @@ class Manifest:
                 path: DenseLeaf(tuple(leaf["shape"]), leaf["dtype"], leaf["checksum"])
                 for path, leaf in values["dense"]["leaves"].items()
             },
+            dense_files={name: StoredFile(*file) for name, file in values["dense"]["files"].items()},
             text_files=tuple(values["text_files"]),
             source=values["source"],
             created_by=values["created_by"],
@@ -192,7 +195,14 @@ class ModelDirectory:
         return ExpertStore.open(self.path, self.layout, self.manifest.checksums, **options)
 
     def load_dense(self, sharding: Shardings | None = None) -> dict[str, jax.Array]:
-        """Reads the dense weights straight to the device, by dotted path; see `dense_store.load_dense`."""
+        """Reads the dense weights straight to the device, by dotted path; see `dense_store.load_dense`.
+
+        Raises:
+            CheckpointError: a file is missing or cut short, or cannot be read.
+        """
+        damage = next(find_damage(self.path / DENSE_NAME, self.manifest.dense_files), None)
+        if damage is not None:
+            raise CheckpointError(f"{damage}; convert the model again")
         return load_dense(self.path / DENSE_NAME, self.dense_specs, sharding)
 
 

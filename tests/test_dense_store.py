@@ -1,12 +1,14 @@
 """Dense weights survive the drive bit for bit, in however many groups they are saved and loaded."""
 
+import os
+
 import jax
 import ml_dtypes
 import numpy as np
 import pytest
 
 from flashmoe_jax import dense_store
-from flashmoe_jax.dense_store import load_dense, read_dense, save_dense
+from flashmoe_jax.dense_store import find_damage, list_files, load_dense, read_dense, save_dense
 from flashmoe_jax.errors import CheckpointError
 from flashmoe_jax.models.weights import WeightSpec
 
@@ -58,12 +60,36 @@ def test_an_error_while_saving_leaves_no_checkpoint(tmp_path, weights):
     assert not (tmp_path / "dense").exists()
 
 
-def test_other_weights_are_one_line(tmp_path, weights):
+def test_other_weights_are_refused_by_name_and_shape(tmp_path, weights):
     save_dense(tmp_path / "dense", weights.items())
     specs = specs_of(weights)
-    for other in (specs | {"more": WeightSpec((2,), "float32")}, specs | {"norm": WeightSpec((8,), "float32")}):
-        with pytest.raises(CheckpointError, match="cannot be read") as error:
+    cases = {
+        r"more in .* is absent, it should be float32\[2\]": specs | {"more": WeightSpec((2,), "float32")},
+        r"norm in .* is float32\[7\], it should be float32\[8\]": specs | {"norm": WeightSpec((8,), "float32")},
+        r"norm in .* is float32\[7\], it should be absent": {k: v for k, v in specs.items() if k != "norm"},
+    }
+    for message, other in cases.items():
+        with pytest.raises(CheckpointError, match=message) as error:
             load_dense(tmp_path / "dense", other)
         assert "\n" not in str(error.value)
-    with pytest.raises(CheckpointError, match="cannot be read"):
+    with pytest.raises(CheckpointError, match="holds no dense weights"):
         load_dense(tmp_path / "absent", specs)
+
+
+def test_missing_cut_and_damaged_files_are_found(tmp_path, weights):
+    directory = tmp_path / "dense"
+    save_dense(directory, weights.items())
+    files = list_files(directory)
+    assert list(find_damage(directory, files)) == []
+    chunks = sorted(name for name in files if "/c/" in name)
+    (directory / chunks[0]).unlink()
+    os.truncate(directory / chunks[1], 3)
+    data = bytearray((directory / chunks[2]).read_bytes())
+    data[0] ^= 1
+    (directory / chunks[2]).write_bytes(data)
+    lines = list(find_damage(directory, files))
+    assert [line.removeprefix(f"{directory}/") for line in lines] == [
+        f"{chunks[0]} is missing",
+        f"{chunks[1]} has 3 bytes, {files[chunks[1]].num_bytes} were written",
+        f"{chunks[2]} is damaged",
+    ]

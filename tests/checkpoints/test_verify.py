@@ -28,6 +28,12 @@ def model(converted, tmp_path):
     return shutil.copytree(converted, tmp_path / "model")
 
 
+@pytest.fixture
+def one_layer(tmp_path):
+    hf = write_hf_checkpoint(tmp_path / "hf", tiny_hf_config(Family.OLMOE, num_hidden_layers=1))
+    return convert(hf, tmp_path / "model")
+
+
 def flip_byte(path, offset):
     data = bytearray(path.read_bytes())
     data[offset] ^= 0x10
@@ -56,11 +62,23 @@ def test_each_damaged_expert_is_named(model, capsys):
     assert "3 are damaged" in out
 
 
-def test_a_damaged_dense_weight_is_named(model):
-    path = max((model / DENSE_NAME).rglob("*shared_expert.up_proj*/c/*/*"), key=str)
+def test_a_damaged_dense_weight_is_named(one_layer):
+    (path,) = (one_layer / DENSE_NAME).rglob("*router.kernel/c/*/*")
     flip_byte(path, 100)
-    (damage,) = verify(model).damages
-    assert "dense weight layers.2.shared_expert.up_proj.kernel is damaged" in damage.what
+    file, weight = verify(one_layer).damages
+    assert file.what == f"{path} is damaged"
+    assert weight.what == "dense weight layers.0.router.kernel is damaged"
+    with pytest.raises(CheckpointError, match=f"{path} is damaged"):
+        ModelDirectory.open(one_layer).load_dense()
+
+
+def test_a_dense_weight_that_is_cut_short(one_layer):
+    (path,) = (one_layer / DENSE_NAME).rglob("*q_proj.kernel/c/*/*")
+    os.truncate(path, 100)
+    file, weight = verify(one_layer).damages
+    assert "has 100 bytes" in file.what
+    assert weight.what.startswith("dense weight layers.0.attention.q_proj.kernel: ")
+    assert "\n" not in weight.what
 
 
 def test_missing_parts_are_named(model):
