@@ -83,7 +83,7 @@ class ExpertMemory:
 
     def close(self) -> None:
         """Waits for reads and frees the slots."""
-        self.fetcher.drain()
+        self.fetcher.close()
         self.store.close()
         self.slots.close()
 

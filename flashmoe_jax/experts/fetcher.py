@@ -38,24 +38,27 @@ class Fetcher:
     def __init__(self, store: ReadsInto, slots: SlotBuffer, record_bytes: int, max_in_flight: int):
         self._store, self._slots = store, slots
         self._record_bytes, self._max_in_flight = record_bytes, max_in_flight
-        self._lock = threading.Lock()
+        self._changed = threading.Condition()
         self._queue: collections.deque[tuple[Read, np.ndarray]] = collections.deque()
         self._in_flight = 0
-        self._open: set[concurrent.futures.Future[None]] = set()
+        # Reads are begun in this thread alone. Ctrl-C interrupts the main thread anywhere, and a read that is half
+        # begun could neither be waited for nor be kept from writing its row later.
+        self._starter = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="expert-start")
         self.num_reads = 0
         self.read_bytes = 0
 
     def start(self, layer: int, placements: Iterable[tuple[int, int]]) -> list[Read]:
         """Begins reading experts of a layer, given as (expert, row), in this order."""
         reads = [Read(layer, expert, row, concurrent.futures.Future()) for expert, row in placements]
+        if not reads:
+            return reads
         # Landings are taken here, in the caller's thread: the slot buffer is not shared between threads.
         landings = [self._slots.landing(read.row) for read in reads]
-        with self._lock:
+        with self._changed:
             self._queue.extend(zip(reads, landings, strict=True))
-            self._open.update(read.done for read in reads)
             self.num_reads += len(reads)
             self.read_bytes += len(reads) * self._record_bytes
-        self._pump()
+        self._starter.submit(self._begin_reads)
         return reads
 
     def wait(self, reads: Sequence[Read]) -> float:
@@ -76,42 +79,44 @@ class Fetcher:
         return waited
 
     def drain(self) -> None:
-        """Drops reads not begun and waits for the others; used when a step is abandoned."""
-        with self._lock:
+        """Cancels reads not begun and waits for the others; used when a step is abandoned."""
+        with self._changed:
             dropped = [read for read, _ in self._queue]
             self._queue.clear()
             self.num_reads -= len(dropped)
             self.read_bytes -= len(dropped) * self._record_bytes
+            self._changed.wait_for(lambda: self._in_flight == 0)
         for read in dropped:
-            self._finish(read, None)
-        concurrent.futures.wait(tuple(self._open))
+            read.done.cancel()
 
-    def _pump(self) -> None:
+    def close(self) -> None:
+        """Drains; no row is written any more. May be called twice."""
+        self.drain()
+        self._starter.shutdown(wait=True)
+
+    def _begin_reads(self) -> None:
         while True:
-            with self._lock:
+            with self._changed:
                 if not self._queue or self._in_flight >= self._max_in_flight:
                     return
                 read, landing = self._queue.popleft()
                 self._in_flight += 1
             try:
                 future = self._store.read_into(read.layer, read.expert, landing)
-            except BaseException as error:
+            except Exception as error:
                 self._arrived(read, error)
-                raise
-            future.add_done_callback(functools.partial(self._completed, read))
+            else:
+                future.add_done_callback(functools.partial(self._completed, read))
 
     def _completed(self, read: Read, future: "concurrent.futures.Future[None]") -> None:
         self._arrived(read, future.exception())
 
     def _arrived(self, read: Read, error: BaseException | None) -> None:
-        with self._lock:
+        with self._changed:
             self._in_flight -= 1
-        self._finish(read, error)
-        self._pump()
-
-    def _finish(self, read: Read, error: BaseException | None) -> None:
-        with self._lock:
-            self._open.discard(read.done)
+            if self._queue:
+                self._starter.submit(self._begin_reads)
+            self._changed.notify_all()
         if error is None:
             read.done.set_result(None)
         else:
