@@ -5,6 +5,8 @@ one packed array which are missing and has them read; then those compute, and al
 A step that needs more experts than there are slots streams the surplus through the staging ring.
 """
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
@@ -35,8 +37,8 @@ def decode_token(
     """
     config, programs = memory.config, memory.programs
     batch = len(token_B)
-    shape_BXD = (batch, config.experts_per_token, config.hidden_size)
-    no_outputs = np.zeros(shape_BXD, np.float32)
+    # Committed, as the outputs that the missing experts are added to: hits and misses share one compiled program.
+    no_outputs = jnp.zeros((batch, config.experts_per_token, config.hidden_size), jnp.float32, device=memory.device)
     chosen = np.full((batch, config.num_moe_layers, config.experts_per_token), -1, np.int32)
     x_BD = dense.embed(token_B)
     moe_layer = 0
@@ -66,6 +68,7 @@ def decode_token(
         x_BD = add_experts(output.x_BD, out_BXD, output.weight_BX, output.dense_BD)
         chosen[:, moe_layer] = plan.expert_BX
         moe_layer += 1
+    memory.last_reader = x_BD
     memory.num_tokens += 1
     memory.decode_counters.tokens += int(np.count_nonzero(active_B))
     memory.decode_counters.check_identities()
@@ -89,7 +92,9 @@ def _compute_missing(memory: ExpertMemory, layer: int, plan: DecodePlan, output:
         if round_id:
             out_BXD.block_until_ready()  # it still reads the ring's rows, which are overwritten now
         memory.decode_counters.stall_s += memory.fetcher.wait(memory.fetcher.start(layer, placements))
-        active = output.miss_BX if num_rounds == 1 else np.isin(plan.expert_BX, plan.miss_expert[in_round])
+        active = output.miss_BX
+        if num_rounds > 1:
+            active = jax.device_put(np.isin(plan.expert_BX, plan.miss_expert[in_round]), memory.device)
         out_BXD = memory.programs.expert_ffn(out_BXD, output.h_BD, memory.slots.array, output.row_BX, active)
     return out_BXD
 

@@ -66,6 +66,7 @@ class Engine:
         self._load_s = load_s
         self._times = GenerationTimes()
         self._num_sequences = 0
+        self._is_closed = False
         meta = {
             "model": directory.path.name,
             "family": str(self.config.family),
@@ -86,7 +87,10 @@ class Engine:
 
         Raises:
             PromptError: more sequences or tokens than the engine was loaded for.
+            ConfigError: the engine is closed.
         """
+        if self._is_closed:
+            raise ConfigError("the engine is closed; load the model again")
         context = self._request.context if context is None else context
         limit = self._request
         if cache_capacity(context) > cache_capacity(limit.context) or batch_size > limit.batch_size:
@@ -216,7 +220,8 @@ class Engine:
         save_trace(self.trace(), path)
 
     def close(self) -> None:
-        """Waits for reads and frees the slots."""
+        """Waits for reads and frees the slots; may be called twice."""
+        self._is_closed = True
         self.memory.close()
 
     def __enter__(self) -> "Engine":

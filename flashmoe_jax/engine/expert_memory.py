@@ -4,11 +4,14 @@ Owns the one state that all sessions of an engine share. `prefill.py` and `decod
 Invariant: between steps every expert that the residency calls resident has its whole, checked record in its slot.
 """
 
+import contextlib
 import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 import numpy as np
+from jax import Array
 
 from flashmoe_jax.config import ModelConfig
 from flashmoe_jax.engine.budget import MAX_READS_IN_FLIGHT, MemoryPlan
@@ -70,11 +73,31 @@ class ExpertMemory:
         )
         self.num_tokens = 0  # decode steps and prompt tokens so far, the clock of re-fetches
         self.state = self._initial_state()
+        self.last_reader: Array | None = None  # ready when no computation of earlier steps reads a row any more
+        self._is_whole = True  # no step is under way or was cut off
+
+    @contextlib.contextmanager
+    def whole_step(self) -> Iterator[None]:
+        """Encloses every step. One that fails half-way leaves slots that nobody vouches for: all is forgotten then."""
+        if not self._is_whole:
+            self.reset()  # an interrupt hit the reset itself
+        if self.last_reader is not None:
+            # Whoever asked for the last step may not have looked at its result yet, and this one overwrites rows.
+            self.last_reader.block_until_ready()
+            self.last_reader = None
+        self._is_whole = False
+        try:
+            yield
+        except BaseException:
+            self.reset()
+            raise
+        self._is_whole = True
 
     def reset(self) -> None:
-        """Forgets who is resident and what the policy saw; used after a failed step, whose slots cannot be trusted."""
+        """Forgets who is resident and what the policy saw."""
         self.fetcher.drain()
         self.state = self._initial_state()
+        self._is_whole = True
 
     def resident_experts(self) -> list[set[int]]:
         """Who is in the slots now, per MoE layer."""

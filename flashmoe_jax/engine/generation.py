@@ -97,10 +97,8 @@ def generate_pieces(
     arrays = SamplingArrays.stack(params)
     outputs = [_Output(tokenizer, limits.stop) for _ in prompts]
     has_penalty = any(p.repetition_penalty != 1 or p.presence_penalty != 0 for p in params)
-    seen = None
-    if has_penalty:
-        seen = seen_in_prompts([[*e, *p] for e, p in zip(session.tokens, prompts, strict=True)], session.vocab_size)
     logits = session.prefill(prompts)
+    seen = seen_in_prompts(session.tokens, session.vocab_size) if has_penalty else None
     last = began
     step = 0
     while True:

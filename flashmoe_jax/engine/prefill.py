@@ -8,6 +8,7 @@ Experts compute in the order of their ids, so that the sum over a token's expert
 
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
@@ -80,8 +81,13 @@ def prefill_prompt(
     memory.num_tokens += int(lengths_B.max())
     memory.prefill_counters.tokens += int(lengths_B.sum())
     memory.prefill_counters.check_identities()
-    last_BD = x_BTD[np.arange(B), np.maximum(lengths_B - 1, 0)]
-    return dense.logits(last_BD), chosen
+    return dense.logits(_at_positions(x_BTD, np.maximum(lengths_B - 1, 0))), chosen
+
+
+@jax.jit
+def _at_positions(x_BTD: Array, position_B: Array) -> Array:
+    """`[B, D]`: one token of each sequence."""
+    return jnp.take_along_axis(x_BTD, position_B[:, None, None], axis=1)[:, 0]
 
 
 def _run_experts(memory: ExpertMemory, layer: int, plan: PrefillPlan, output: PrefillOutput) -> Array:
@@ -94,7 +100,8 @@ def _run_experts(memory: ExpertMemory, layer: int, plan: PrefillPlan, output: Pr
     _count(memory, layer, len(needed), missing, plan.expert_BTX)
     ring = _Ring(memory, layer, missing, plan.slot_after)
     weight_TX = np.asarray(output.weight_TX)
-    y_TD = jnp.zeros(output.x_TD.shape, jnp.float32)
+    # Committed to the device, as the sums that come back are: jit compiles once for each kind.
+    y_TD = jnp.zeros(output.x_TD.shape, jnp.float32, device=memory.device)
     for expert in needed:
         row = ring.row_of(expert)
         done = None
