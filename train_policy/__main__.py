@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from flashmoe_jax.console import OneLineParser, guarded
-from train_policy.static import fit_static
+from train_policy.replay_command import add_parser as add_replay_parser
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -22,19 +22,22 @@ def build_parser() -> argparse.ArgumentParser:
     target = fit.add_mutually_exclusive_group(required=True)
     target.add_argument("--out", type=Path, metavar="DIR", help="folder to write the policy to")
     target.add_argument("--into", type=Path, metavar="MODEL", help="model directory to install it in")
+    fit.set_defaults(run=_fit)
+    add_replay_parser(commands)
     return parser
+
+
+def _fit(args: argparse.Namespace) -> int:
+    from train_policy.static import fit_static
+
+    print(fit_static(args.trace, out=args.out, into=args.into))
+    return 0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a subcommand; the exit code is 0, or 2 after a mistake of the caller."""
     args = build_parser().parse_args(argv)
-
-    def body() -> int:
-        path = fit_static(args.trace, out=args.out, into=args.into)
-        print(path)
-        return 0
-
-    return guarded(body)
+    return guarded(lambda: args.run(args))
 
 
 if __name__ == "__main__":

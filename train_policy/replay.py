@@ -1,0 +1,229 @@
+"""Replay: what a policy would have hit, missed and evicted on a recorded trace.
+
+Owns the names of all policies and what is made of one; how steps are read is in `replay_steps.py`, how slots change in
+`replay_slots.py`. The policies that the engine runs (lru, lfu, lfru, decayed, static) are its own functions, jitted and
+scanned over the trace; the slots are numba, proven equal to the engine's residency by the tests, because the engine's
+own plan, scanned and vmapped, takes four times the 20 s that the longest trace may take (docs/decisions.md has the
+figures). Invariant: all policies see the same steps under the same rules, so that their misses can be compared.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from flashmoe_jax.errors import ConfigError
+from flashmoe_jax.policy import (
+    POLICIES,
+    STATIC_NAME,
+    PolicyShape,
+    load_popularity,
+    make_policy,
+)
+from flashmoe_jax.telemetry.counters import REFETCH_TOKENS
+from flashmoe_jax.telemetry.trace import Trace, popularity
+from train_policy.policies.arc import replay_arc
+from train_policy.policies.lecar import replay_lecar
+from train_policy.policies.optimal import replay_bypass
+from train_policy.policies.queues import replay_fifo, replay_lfu_resident
+from train_policy.policies.s3fifo import replay_s3fifo
+from train_policy.replay_keep import min_keep, policy_keep, random_keep, window_keep
+from train_policy.replay_slots import SlotRun, replay_slots, split_counts, thread_pool
+from train_policy.replay_steps import Mode, Steps, make_steps
+
+# Policies that are a loop of their own, with no keep value that prefill could ask for.
+_LOOPS: dict[str, Callable[..., None]] = {
+    "fifo": replay_fifo,
+    "lfu-resident": replay_lfu_resident,
+    "arc": replay_arc,
+    "lecar": replay_lecar,
+    "s3fifo": replay_s3fifo,
+    "min-bypass": replay_bypass,
+}
+REPLAY_ONLY = ("random", *_LOOPS, "min", "min-window:W")
+NAMES = (*POLICIES, *REPLAY_ONLY)
+DEFAULT_STAGING = 8  # records of the engine's prefill ring, unless a record is larger than 16 MiB
+# Windows beyond this are MIN; it keeps a window's keep values above those of decayed.
+_MAX_WINDOW = 1 << 20
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """One policy with one number of slots per layer."""
+
+    policy: str
+    slots: int
+    run: SlotRun
+
+
+class Replayer:
+    """A trace ready to be replayed by any policy.
+
+    Args:
+        trace: as `replay_steps.joined` gives it.
+        mode: what one step is.
+        reset: start every prompt cold.
+        num_staging: records of the engine's prefill ring, for Mode.ENGINE.
+        seed: of random and lecar.
+        counts: `[L, E]` uses that `static` keeps; None for those of the trace itself, which is hindsight.
+    """
+
+    def __init__(
+        self,
+        trace: Trace,
+        *,
+        mode: Mode = Mode.TOKEN,
+        reset: bool = False,
+        num_staging: int = DEFAULT_STAGING,
+        seed: int = 0,
+        counts: np.ndarray | None = None,
+    ):
+        self.steps: Steps = make_steps(trace, mode, reset=reset)
+        self.mode, self._num_staging, self._seed = mode, num_staging, seed
+        self._top_k = trace.ids.shape[2]
+        shape = (self.steps.num_layers, self.steps.num_experts)
+        self._popularity = popularity(trace, *shape) if counts is None else counts
+
+    def check(self, policy: str, slots: Sequence[int]) -> None:
+        """Refuses what `replay` refuses, and numbers of slots that the engine refuses: a token's experts must fit.
+
+        Raises:
+            ConfigError: as `replay`.
+        """
+        if self._loop_of(policy) is None:
+            self._keep_of(policy)
+        smallest = 1 if self.mode is Mode.ACCESS else self._top_k
+        for number in slots:
+            if not smallest <= number <= self.steps.num_experts:
+                raise ConfigError(
+                    f"{number} slots per layer are asked for; a token needs {self._top_k} experts and a layer has "
+                    f"{self.steps.num_experts}: give {smallest} to {self.steps.num_experts}"
+                )
+
+    def replay(self, policy: str, slots: Sequence[int], *, log_victims: bool = False) -> list[Result]:
+        """Replays one policy for several numbers of slots per layer.
+
+        Args:
+            policy: one of NAMES, `min-window:W` with a number for W, or a folder or file that `fit` wrote.
+            slots: numbers of slots per layer, each at least 1.
+            log_victims: whether `run.victims` says who left when; not for policies that are a loop of their own.
+
+        Raises:
+            ConfigError: an unknown policy, one of another model, or one without a prefill rule in Mode.ENGINE.
+        """
+        loop = self._loop_of(policy)
+        if loop is not None:
+            runs = self._run_loop(loop, slots)
+        else:
+            runs = replay_slots(
+                self.steps, self._keep_of(policy)(), slots, num_staging=self._num_staging, log_victims=log_victims
+            )
+        return [Result(policy, r, run) for r, run in zip(slots, runs, strict=True)]
+
+    def _loop_of(self, policy: str) -> Callable[..., None] | None:
+        if policy in _LOOPS and policy != "min-bypass" and self.mode is Mode.ENGINE:
+            raise ConfigError(
+                f"policy {policy} is of per-access caches and has no rule for prefill; leave it out of --as-engine"
+            )
+        return _LOOPS.get(policy)
+
+    def _run_loop(self, loop: Callable[..., None], slots: Sequence[int]) -> list[SlotRun]:
+        steps = self.steps
+        counts = np.zeros((len(slots), steps.num_layers, 2, 4), np.int64)
+        with thread_pool() as pool:
+            tasks: list[Future] = [
+                pool.submit(
+                    loop,
+                    steps.layers[layer],
+                    steps.num_experts,
+                    number,
+                    REFETCH_TOKENS,
+                    (self._seed * 1000 + layer) % 2**32,
+                    counts[place, layer],
+                )
+                for layer in range(steps.num_layers)
+                for place, number in enumerate(slots)
+            ]
+            for task in tasks:
+                task.result()
+        return [SlotRun(*split_counts(of_slots)) for of_slots in counts]
+
+    def _keep_of(self, policy: str) -> Callable[[], Iterator[np.ndarray]]:
+        """What gives the keep values of a policy; raises for a policy that is none."""
+        if policy == "random":
+            return functools.partial(random_keep, self.steps, self._seed)
+        if policy == "min":
+            return functools.partial(min_keep, self.steps)
+        if policy.startswith("min-window"):
+            window = _window(policy)
+            beyond = self._keep_of("decayed")
+            return lambda: window_keep(self.steps, window, beyond())
+        shape = PolicyShape(self.steps.num_layers, self.steps.num_experts, self._top_k)
+        if policy in POLICIES:
+            counts = self._popularity if policy == "static" else None
+            engine_policy = make_policy(policy, shape, counts)
+        else:
+            engine_policy = make_policy("static", shape, _fitted(policy))
+        return functools.partial(policy_keep, engine_policy, self.steps, self._top_k)
+
+
+def _window(policy: str) -> int:
+    name, _, text = policy.partition(":")
+    if name != "min-window" or not text.isdecimal() or not 1 <= int(text) <= _MAX_WINDOW:
+        raise ConfigError(f"policy {policy!r} is not understood; write min-window:W, W steps ahead, 1 to {_MAX_WINDOW}")
+    return int(text)
+
+
+def _fitted(policy: str) -> np.ndarray:
+    """Popularity from a folder or file that `fit --kind static` wrote."""
+    path = Path(policy)
+    if path.is_dir():
+        path = path / STATIC_NAME
+    if not path.exists():
+        raise ConfigError(
+            f"policy {policy!r} is unknown; choose of {', '.join(NAMES)}, or give a folder that fit wrote"
+        )
+    return load_popularity(path)
+
+
+def summary(result: Result, best: Result, steps: Steps) -> dict[str, Any]:
+    """A result in the numbers of a report, averaged over layers.
+
+    Args:
+        result: of any policy.
+        best: MIN's, with the same slots.
+        steps: that both replayed.
+
+    Returns:
+        `hit_rate`, `reads_per_token` (and layer), `refetch_5` (share of evicted experts asked for again within 5
+        tokens), `regret` (misses ÷ MIN's) and sums over layers, each of decode; in Mode.ENGINE with what prefill had
+        under `prefill`. None where nothing was counted.
+    """
+    row: dict[str, Any] = {"policy": result.policy, "slots": result.slots}
+    row |= _stage(result.run.decode, best.run.decode, int(steps.num_rows[0]))
+    if steps.is_prefill.any():
+        row["prefill"] = _stage(result.run.prefill, best.run.prefill, int(steps.num_rows[1]))
+    return row
+
+
+def _stage(counts: Any, best: Any, num_rows: int) -> dict[str, Any]:
+    return {
+        "hit_rate": _mean_ratio(counts.hits, counts.accesses),
+        "reads_per_token": float(counts.misses.mean()) / num_rows if num_rows else None,
+        "refetch_5": _mean_ratio(counts.refetches, counts.evictions),
+        "regret": _mean_ratio(counts.misses, best.misses),
+        "accesses": int(counts.accesses.sum()),
+        "hits": int(counts.hits.sum()),
+        "misses": int(counts.misses.sum()),
+        "evictions": int(counts.evictions.sum()),
+    }
+
+
+def _mean_ratio(part: np.ndarray, whole: np.ndarray) -> float | None:
+    """Mean over the layers that have any."""
+    has_any = whole > 0
+    return float(np.mean(part[has_any] / whole[has_any])) if has_any.any() else None

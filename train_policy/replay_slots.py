@@ -1,0 +1,237 @@
+"""Replay of policies that say what each expert is worth: slots, admission and victims from keep values.
+
+Owns the compiled twin of the engine's rules: a decode step is `plan_step` of `flashmoe_jax/experts/residency.py`, a
+prompt is `fill_free_slots` and the replacement at the end of `flashmoe_jax/engine/prefill.py`. Keep values come from
+elsewhere, a chunk of steps at a time; what is requested comes from `replay_steps.py`. Invariant: the twin decides as
+the originals do, ties included; tests/train_policy prove it on random states and on recorded runs.
+"""
+
+import os
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import NamedTuple
+
+import numpy as np
+
+from flashmoe_jax.telemetry.counters import REFETCH_TOKENS
+from train_policy.policies.compiled import kernel
+from train_policy.policies.requests import Requests
+from train_policy.replay_steps import Steps
+
+HITS, MISSES, EVICTIONS, REFETCHES = range(4)  # what kernels count, in this order
+_LONG_AGO = -(10**9)
+
+
+class Counts(NamedTuple):
+    """Sums per layer, int64 `[L]`."""
+
+    hits: np.ndarray
+    misses: np.ndarray
+    evictions: np.ndarray
+    refetches: np.ndarray  # of the evicted experts, those asked for again within REFETCH_TOKENS tokens
+
+    @property
+    def accesses(self) -> np.ndarray:
+        return self.hits + self.misses
+
+
+class SlotRun(NamedTuple):
+    """A replay of one policy with one number of slots per layer."""
+
+    decode: Counts
+    prefill: Counts
+    expert_of_slot: np.ndarray | None = None  # [L, R] int32 at the end; -1 = free
+    victims: list[np.ndarray] | None = None  # per layer, [evictions, 2]: step and expert, in the order of leaving
+
+
+def split_counts(counts: np.ndarray) -> tuple[Counts, Counts]:
+    """Decode's and prefill's of `[L, 2, 4]`, as kernels count."""
+    decode, prefill = (Counts(*counts[:, stage].T.copy()) for stage in (0, 1))
+    return decode, prefill
+
+
+def thread_pool() -> ThreadPoolExecutor:
+    """One thread per core this process may use."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return ThreadPoolExecutor(cores)
+
+
+class _Layer:
+    """What one layer's slots hold between two chunks."""
+
+    def __init__(self, steps: Steps, layer: int, num_slots: int, log_victims: bool):
+        self.slot_of_expert = np.full(steps.num_experts, -1, np.int32)
+        self.expert_of_slot = np.full(num_slots, -1, np.int32)
+        self.evicted_at = np.full(steps.num_experts, _LONG_AGO, np.int64)
+        self.evicted_by = np.zeros(steps.num_experts, np.int64)  # stage
+        self.counts = np.zeros((2, 4), np.int64)
+        self.victims = np.zeros((len(steps.layers[layer].ids) if log_victims else 0, 2), np.int32)
+
+
+def replay_slots(
+    steps: Steps,
+    keep_chunks: Iterable[np.ndarray],
+    slots: Sequence[int],
+    *,
+    num_staging: int,
+    log_victims: bool = False,
+) -> list[SlotRun]:
+    """Replays one policy for several numbers of slots, layers side by side.
+
+    Args:
+        steps: what is requested.
+        keep_chunks: float32 `[n, L, E]` keep values of the next n steps, until every step has its own.
+        slots: numbers of slots per layer.
+        num_staging: records of the prefill ring that may replace residents.
+        log_victims: whether to record who left when.
+
+    Returns:
+        One run per number of slots.
+    """
+    layers = [[_Layer(steps, layer, r, log_victims) for layer in range(steps.num_layers)] for r in slots]
+    done = 0
+    with thread_pool() as pool:
+        for keep in keep_chunks:
+            span = (done, done + len(keep))
+            tasks: list[Future] = [
+                pool.submit(_advance, steps, layer, span, keep, num_staging, run[layer])
+                for layer in range(steps.num_layers)
+                for run in layers
+            ]
+            for task in tasks:
+                task.result()
+            done += len(keep)
+    assert done == steps.num_steps
+    return [_finished(run, log_victims) for run in layers]
+
+
+def _advance(steps: Steps, layer: int, span: tuple[int, int], keep: np.ndarray, num_staging: int, at: _Layer) -> None:
+    first, last = span
+    _replay_layer(
+        steps.layers[layer],
+        first,
+        last,
+        keep,
+        layer,
+        num_staging,
+        REFETCH_TOKENS,
+        at.slot_of_expert,
+        at.expert_of_slot,
+        at.evicted_at,
+        at.evicted_by,
+        at.counts,
+        at.victims,
+    )
+
+
+def _finished(run: list[_Layer], log_victims: bool) -> SlotRun:
+    decode, prefill = split_counts(np.stack([layer.counts for layer in run]))
+    victims = [layer.victims[: layer.counts[:, EVICTIONS].sum()] for layer in run] if log_victims else None
+    return SlotRun(decode, prefill, np.stack([layer.expert_of_slot for layer in run]), victims)
+
+
+@kernel
+def _best_first(experts: np.ndarray, worth: np.ndarray) -> None:
+    """Sorts ascending ids by worth, the highest first, equals by id."""
+    for place in range(1, len(experts)):
+        expert, back = experts[place], place
+        while back > 0 and worth[experts[back - 1]] < worth[expert]:
+            experts[back] = experts[back - 1]
+            back -= 1
+        experts[back] = expert
+
+
+@kernel
+def _replay_layer(
+    requests: Requests,
+    first: int,
+    last: int,
+    keep: np.ndarray,
+    layer: int,
+    num_staging: int,
+    refetch_tokens: int,
+    slot_of_expert: np.ndarray,
+    expert_of_slot: np.ndarray,
+    evicted_at: np.ndarray,
+    evicted_by: np.ndarray,
+    counts: np.ndarray,
+    victims: np.ndarray,
+) -> None:
+    """Steps `first` to `last` of one layer; everything from `slot_of_expert` on is updated in place."""
+    num_experts, num_slots = len(slot_of_expert), len(expert_of_slot)
+    all_missed = np.empty(num_experts, np.int64)
+    arriving, into_slot = np.empty(num_experts, np.int64), np.empty(num_experts, np.int64)
+    is_needed = np.zeros(num_slots, np.bool_)
+    num_gone = counts[0, EVICTIONS] + counts[1, EVICTIONS]
+    for step in range(first, last):
+        if requests.is_cold[step]:
+            slot_of_expert[:] = -1
+            expert_of_slot[:] = -1
+            evicted_at[:] = _LONG_AGO
+        stage = 1 if requests.is_prefill[step] else 0
+        requested = requests.ids[requests.start[step] : requests.start[step + 1]]
+        num_missed = 0
+        for place in range(requests.start[step], requests.start[step + 1]):
+            expert = requests.ids[place]
+            if slot_of_expert[expert] < 0:
+                all_missed[num_missed] = expert
+                num_missed += 1
+                token = requests.first_token[step] + (requests.position[place] if len(requests.position) else 0)
+                if token - evicted_at[expert] <= refetch_tokens:
+                    counts[evicted_by[expert], REFETCHES] += 1
+                evicted_at[expert] = _LONG_AGO
+        counts[stage, HITS] += len(requested) - num_missed
+        counts[stage, MISSES] += num_missed
+        if num_missed == 0:
+            continue
+        worth = keep[step - first, layer]
+        missed = all_missed[:num_missed]
+        _best_first(missed, worth)
+        num_admitted = 0
+        for slot in range(num_slots):
+            if num_admitted < num_missed and expert_of_slot[slot] < 0:
+                expert_of_slot[slot] = missed[num_admitted]
+                slot_of_expert[missed[num_admitted]] = slot
+                num_admitted += 1
+        if num_admitted == num_missed:
+            continue
+        num_arriving = 0
+        if stage == 1:
+            # Nothing is evicted to admit; the last staged, which came in the order of their ids, are still at hand.
+            staged = np.sort(missed[num_admitted:])[-num_staging:]
+            _best_first(staged, worth)
+            worst_first = np.argsort(worth[expert_of_slot], kind="mergesort")
+            for rank in range(min(len(staged), num_slots)):
+                if not worth[staged[rank]] > worth[expert_of_slot[worst_first[rank]]]:
+                    break
+                arriving[rank], into_slot[rank] = staged[rank], worst_first[rank]
+                num_arriving += 1
+        else:
+            # The step's own experts are never victims; when nobody else is left, what is still missed is streamed.
+            is_needed[:] = False
+            for expert in requested:
+                if slot_of_expert[expert] >= 0:
+                    is_needed[slot_of_expert[expert]] = True
+            for expert in missed[num_admitted:]:
+                victim = -1
+                for slot in range(num_slots):
+                    if not is_needed[slot] and (
+                        victim < 0 or worth[expert_of_slot[slot]] < worth[expert_of_slot[victim]]
+                    ):
+                        victim = slot
+                if victim < 0:
+                    break
+                is_needed[victim] = True
+                arriving[num_arriving], into_slot[num_arriving] = expert, victim
+                num_arriving += 1
+        for rank in range(num_arriving):
+            leaving = expert_of_slot[into_slot[rank]]
+            slot_of_expert[leaving] = -1
+            evicted_at[leaving] = requests.last_token[step]
+            evicted_by[leaving] = stage
+            slot_of_expert[arriving[rank]] = into_slot[rank]
+            expert_of_slot[into_slot[rank]] = arriving[rank]
+            if len(victims):
+                victims[num_gone, 0], victims[num_gone, 1] = step, leaving
+            num_gone += 1
+        counts[stage, EVICTIONS] += num_arriving
