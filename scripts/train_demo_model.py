@@ -88,7 +88,7 @@ def _run(args: argparse.Namespace) -> None:
         return
     # What is judged is what is exported: the weights rounded to bfloat16.
     params = {name: jnp.asarray(p, jnp.bfloat16).astype(jnp.float32) for name, p in trained.params.items()}
-    evaluations = evaluation.evaluate(flat, params, domains, length=512, max_tokens=8192)
+    evaluations = evaluation.evaluate(flat, params, domains, length=512, max_tokens=4096)
     samples = [
         evaluation.continue_text(flat, params, tokenizer, prompt, max_tokens=160, temperature=0.7, seed=args.seed)
         for prompt in SAMPLE_PROMPTS

@@ -243,8 +243,8 @@ domain's assignments that go to its own {quarter} busiest experts (25 % would be
 {load_rows}
 
 ## Limits
-Trained on a few million tokens: grammar of simple stories, the form of questions, code and Italian; facts and sums are
-mostly wrong. The chat template is a single `Question: … Answer:` and no more. It has seen rows of at most {longest}
+Trained on a few million tokens: it has the sentences of simple stories but loses their thread, and the form of
+questions, code and Italian; facts and sums are wrong. Greedy text soon repeats itself. The chat template is a single `Question: … Answer:` and no more. It has seen rows of at most {longest}
 tokens; `max_position_embeddings` is {max_position}, and text past {longest} tokens gets worse. Nothing was filtered
 for safety beyond what the sources are.
 
