@@ -133,6 +133,8 @@ def export(out: Path, flat: FlatModel, params: Params, tokenizer: Tokenizer, car
         (partial / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     tokenizer.save(str(partial / "tokenizer.json"), pretty=False)
     save_file(checkpoint_tensors(flat.config, params), partial / "model.safetensors", metadata={"format": "pt"})
+    # safetensors writes for the owner alone; an installed package is read by others.
+    (partial / "model.safetensors").chmod(0o644)
     (partial / "README.md").write_text(card, encoding="utf-8")
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "config.json"):
         os.replace(partial / name, out / name)
@@ -244,9 +246,9 @@ domain's assignments that go to its own {quarter} busiest experts (25 % would be
 
 ## Limits
 Trained on a few million tokens: it has the sentences of simple stories but loses their thread, and the form of
-questions, code and Italian; facts and sums are wrong. Greedy text soon repeats itself. The chat template is a single `Question: … Answer:` and no more. It has seen rows of at most {longest}
-tokens; `max_position_embeddings` is {max_position}, and text past {longest} tokens gets worse. Nothing was filtered
-for safety beyond what the sources are.
+questions, code and Italian; facts and sums are wrong. Greedy text soon repeats itself. The chat template is a single
+`Question: … Answer:` and no more. It has seen rows of at most {longest} tokens; `max_position_embeddings` is
+{max_position}, and text past {longest} tokens gets worse. Nothing was filtered for safety beyond what the sources are.
 
 ## Samples
 Temperature 0.7, first try; the arrow stands where the prompt ends.
