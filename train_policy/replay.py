@@ -17,13 +17,7 @@ from typing import Any
 import numpy as np
 
 from flashmoe_jax.errors import ConfigError
-from flashmoe_jax.policy import (
-    POLICIES,
-    STATIC_NAME,
-    PolicyShape,
-    load_popularity,
-    make_policy,
-)
+from flashmoe_jax.policy import POLICIES, STATIC_NAME, PolicyShape, load_popularity, make_policy
 from flashmoe_jax.telemetry.counters import REFETCH_TOKENS
 from flashmoe_jax.telemetry.trace import Trace, popularity
 from train_policy.policies.arc import replay_arc
@@ -32,7 +26,7 @@ from train_policy.policies.optimal import replay_bypass
 from train_policy.policies.queues import replay_fifo, replay_lfu_resident
 from train_policy.policies.s3fifo import replay_s3fifo
 from train_policy.replay_keep import min_keep, policy_keep, random_keep, window_keep
-from train_policy.replay_slots import SlotRun, replay_slots, split_counts, thread_pool
+from train_policy.replay_slots import Counts, SlotRun, replay_slots, split_counts, thread_pool
 from train_policy.replay_steps import Mode, Steps, make_steps
 
 # Policies that are a loop of their own, with no keep value that prefill could ask for.
@@ -84,9 +78,8 @@ class Replayer:
     ):
         self.steps: Steps = make_steps(trace, mode, reset=reset)
         self.mode, self._num_staging, self._seed = mode, num_staging, seed
+        self._trace, self._counts = trace, counts
         self._top_k = trace.ids.shape[2]
-        shape = (self.steps.num_layers, self.steps.num_experts)
-        self._popularity = popularity(trace, *shape) if counts is None else counts
 
     def check(self, policy: str, slots: Sequence[int]) -> None:
         """Refuses what `replay` refuses, and numbers of slots that the engine refuses: a token's experts must fit.
@@ -163,11 +156,13 @@ class Replayer:
             beyond = self._keep_of("decayed")
             return lambda: window_keep(self.steps, window, beyond())
         shape = PolicyShape(self.steps.num_layers, self.steps.num_experts, self._top_k)
-        if policy in POLICIES:
-            counts = self._popularity if policy == "static" else None
+        if policy not in POLICIES:
+            engine_policy = make_policy("static", shape, _fitted(policy))
+        elif policy == "static":
+            counts = popularity(self._trace, *shape[:2]) if self._counts is None else self._counts
             engine_policy = make_policy(policy, shape, counts)
         else:
-            engine_policy = make_policy("static", shape, _fitted(policy))
+            engine_policy = make_policy(policy, shape)
         return functools.partial(policy_keep, engine_policy, self.steps, self._top_k)
 
 
@@ -210,7 +205,7 @@ def summary(result: Result, best: Result, steps: Steps) -> dict[str, Any]:
     return row
 
 
-def _stage(counts: Any, best: Any, num_rows: int) -> dict[str, Any]:
+def _stage(counts: Counts, best: Counts, num_rows: int) -> dict[str, Any]:
     return {
         "hit_rate": _mean_ratio(counts.hits, counts.accesses),
         "reads_per_token": float(counts.misses.mean()) / num_rows if num_rows else None,

@@ -1,18 +1,24 @@
-"""A recorded run of the engine and the replay of its trace agree, count by count and slot by slot."""
+"""A recorded run of the engine and the replay of its trace agree, count by count, victim by victim, slot by slot.
+
+A step that holds a policy compiles for seconds, once per number of slots and batch size. So that it need not be once
+per policy too, the engine gets one policy that calls the score function its parameters name.
+"""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from jax import Array, lax
 from tiny_models import tiny_hf_config, write_hf_checkpoint
 
 import flashmoe_jax
 from checkpoints.convert import convert
-from flashmoe_jax import SamplingParams
+from flashmoe_jax.engine import engine as engine_module
 from flashmoe_jax.engine.engine import Engine
-from flashmoe_jax.policy import POLICIES
+from flashmoe_jax.policy import POLICIES, Policy, PolicyShape, make_policy
 from flashmoe_jax.telemetry.counters import StageCounters
-from flashmoe_jax.telemetry.trace import load_trace, popularity
+from flashmoe_jax.telemetry.trace import load_trace
 from train_policy.replay import Replayer
 from train_policy.replay_slots import Counts
 from train_policy.replay_steps import Mode, joined
@@ -20,6 +26,24 @@ from train_policy.replay_steps import Mode, joined
 # Prompts ask for more experts than the staging ring has rows; three sequences ask for more than the fewest slots.
 EXPERTS, TOP_K, LAYERS, BATCH = 16, 2, 2, 3
 SLOTS = (TOP_K, 5, 11)
+POPULARITY = np.random.default_rng(5).integers(0, 50, (LAYERS, EXPERTS)).astype(np.float32)
+_OF_NAME = {name: make_policy(name, PolicyShape(LAYERS, EXPERTS, TOP_K), POPULARITY) for name in POLICIES}
+
+
+def _score_of_any(params: tuple[Array, Array], state: Any, layer: Array) -> Array:
+    kind, popularity = params
+    scores = [
+        lambda policy=policy: policy.score(popularity if policy.name == "static" else (), state, layer)
+        for policy in _OF_NAME.values()
+    ]
+    return lax.switch(kind, scores)
+
+
+def any_policy(name: str) -> Policy:
+    """The policy called `name`, of which all share one compiled step; they differ in the score alone."""
+    chosen = _OF_NAME[name]
+    assert all(p.init is chosen.init and p.update is chosen.update for p in _OF_NAME.values())
+    return Policy("any", chosen.init, chosen.update, _score_of_any, (np.int32(POLICIES.index(name)), POPULARITY))
 
 
 @pytest.fixture(scope="module")
@@ -29,25 +53,16 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return convert(write_hf_checkpoint(folder / "hf", hf_config), folder / "model")
 
 
-@pytest.fixture(scope="module")
-def popular(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A trace for `static`."""
-    path = tmp_path_factory.mktemp("popular") / "trace.npz"
-    with flashmoe_jax.load(model, device_budget="5slots", policy="lru", max_context=64, record_trace=True) as engine:
-        use(engine, batch=1, seed=9)
-        engine.save_trace(path)
-    return path
-
-
 def use(engine: Engine, batch: int, seed: int) -> None:
-    """Several prompts one after the other; sequences of a batch end at different times."""
+    """Several conversations one after the other, with tokens at random; sequences of a batch end at different times."""
     random = np.random.default_rng(seed)
-    for turn in range(4):
-        prompts = [random.integers(3, 67, random.integers(1, 15)).tolist() for _ in range(batch)]
-        sampling = SamplingParams(temperature=1.5, seed=seed + turn)
-        stop_ids = random.permutation(67)[:4].tolist() if batch > 1 else []
-        for _ in engine.generate(prompts, max_new_tokens=20, sampling=sampling, stop_token_ids=stop_ids):
-            pass
+    for turns in (1, 2, 1):
+        session = engine.session(batch, context=64)
+        for _ in range(turns):
+            session.prefill([random.integers(3, 67, random.integers(1, 15)).tolist() for _ in range(batch)])
+            ends = random.integers(5, 13, batch)
+            for step in range(max(ends)):
+                session.decode(random.integers(3, 67, batch), step < ends)
 
 
 def assert_equal(counts: Counts, counters: StageCounters) -> None:
@@ -61,14 +76,13 @@ def assert_equal(counts: Counts, counters: StageCounters) -> None:
 @pytest.mark.parametrize("slots", SLOTS)
 @pytest.mark.parametrize("policy", POLICIES)
 def test_replay_equals_the_recorded_run(
-    policy: str, slots: int, batch: int, model: Path, popular: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    policy: str, slots: int, batch: int, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    policy_trace = popular if policy == "static" else None
+    monkeypatch.setattr(engine_module, "_policy", lambda name, *_: any_policy(name))
     with flashmoe_jax.load(
         model,
         device_budget=f"{slots}slots",
         policy=policy,
-        policy_trace=policy_trace,
         max_context=64,
         batch_size=BATCH,
         record_trace=True,
@@ -87,8 +101,7 @@ def test_replay_equals_the_recorded_run(
         residents = np.asarray(engine.memory.state.residency.expert_of_slot)
         num_staging = engine.plan.num_staging
     trace = joined([load_trace(tmp_path / "trace.npz")])
-    counts = popularity(load_trace(popular), LAYERS, EXPERTS) if policy == "static" else None
-    replayer = Replayer(trace, mode=Mode.ENGINE, num_staging=num_staging, counts=counts)
+    replayer = Replayer(trace, mode=Mode.ENGINE, num_staging=num_staging, counts=POPULARITY)
     run = replayer.replay(policy, [slots], log_victims=True)[0].run
     assert run.victims is not None
     assert_equal(run.decode, decode)
