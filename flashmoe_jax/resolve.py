@@ -156,7 +156,9 @@ def _download(repository: str, revision: str | None, say: Say) -> Path:
 
 
 def _source_files(source: Path) -> list[Path]:
-    return sorted(p for p in source.iterdir() if p.suffix in _SOURCE_SUFFIXES and p.is_file())
+    policies = source.glob("policy/*")
+    files = [p for p in source.iterdir() if p.suffix in _SOURCE_SUFFIXES]
+    return sorted(p for p in (*files, *policies) if p.is_file())
 
 
 def _convert(source: Path, target: Path) -> None:
