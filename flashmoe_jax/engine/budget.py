@@ -149,9 +149,10 @@ def plan_memory(
     dense_bytes: int,
     runtime_bytes: int,
     available_bytes: int,
+    total_bytes: int,
     is_cpu: bool,
 ) -> MemoryPlan:
-    """Sizes the slots.
+    """Sizes the slots. Budgets in bytes are upper bounds: where less is free, the slots follow what is free.
 
     Args:
         budget: `--device-budget`; None for everything free, less HEADROOM.
@@ -159,6 +160,7 @@ def plan_memory(
         dense_bytes: of the dense weights, exact.
         runtime_bytes: what the process holds besides everything planned here.
         available_bytes: memory that this process holds or could still get, before anything planned here.
+        total_bytes: memory of the device, or of the machine or control group, free or not.
         is_cpu: whether device memory is host memory.
 
     Raises:
@@ -192,6 +194,10 @@ def plan_memory(
     if budget is not None and budget.num_bytes is not None:
         limits.append((f"--device-budget {format_size(budget.num_bytes)}", budget.num_bytes, fixed.device_bytes))
     for name, limit, without_slots in limits:
+        if limit > total_bytes:
+            raise BudgetError(
+                f"{name} is more than the {format_size(total_bytes)} of memory there is; give at most that"
+            )
         smallest = without_slots + X * layer_of_slots
         if limit < smallest:
             raise BudgetError(
@@ -199,25 +205,27 @@ def plan_memory(
                 f"{format_size(smallest, up=True)}; give at least that, or a shorter context"
             )
     wanted = _wanted_slots(budget, E, X)
-    fitting = [(limit - without) // layer_of_slots for _, limit, without in limits]
-    if not limits and wanted is None:
-        free = int(available_bytes * (1 - HEADROOM)) - (fixed.process_bytes if is_cpu else fixed.device_bytes)
-        fitting.append(max(free // layer_of_slots, X))
-    slots = min([E, *fitting] + ([] if wanted is None else [wanted]))
-    if wanted is not None and fitting and slots < wanted:
+    fitting = [(limit - without_slots) // layer_of_slots for _, limit, without_slots in limits]
+    if wanted is not None and fitting and fitting[0] < wanted:
         raise BudgetError(
             f"{wanted} slots per layer need {format_size(with_slots(wanted).process_bytes, up=True)}, more than "
             f"{limits[0][0]}; give fewer slots or a larger limit"
         )
-    plan = with_slots(slots)
-    needed = plan.process_bytes if is_cpu else plan.device_bytes
-    if needed > available_bytes:
+    needed_without_slots = fixed.process_bytes if is_cpu else fixed.device_bytes
+    most = (available_bytes - needed_without_slots) // layer_of_slots
+    if wanted is None:
+        free_bytes = available_bytes if limits else int(available_bytes * (1 - HEADROOM))
+        # At the least top_k: a machine that has room for no more is used to its limit.
+        fitting.append(max((free_bytes - needed_without_slots) // layer_of_slots, X))
+    slots = min([E, *fitting] + ([] if wanted is None else [wanted]))
+    if slots > most:
+        what_helps = f"give at most {most}slots" if most >= X else "free memory, or give a shorter context"
+        needed = needed_without_slots + slots * layer_of_slots
         raise BudgetError(
-            f"{slots} slots per layer need {format_size(needed, up=True)} of memory and {format_size(available_bytes)} "
-            f"are available; the smallest that works is {format_size(with_slots(X).device_bytes, up=True)} of device "
-            f"memory ({X} slots per layer)"
+            f"{slots} slots per layer need {format_size(needed, up=True)} of memory and "
+            f"{format_size(max(0, available_bytes))} are available; {what_helps}"
         )
-    return plan
+    return with_slots(slots)
 
 
 def _wanted_slots(budget: Budget | None, num_experts: int, top_k: int) -> int | None:

@@ -28,7 +28,7 @@ from flashmoe_jax.engine.budget import (
 from flashmoe_jax.engine.dense import DenseWeights, split_dense_weights
 from flashmoe_jax.engine.expert_memory import ExpertMemory
 from flashmoe_jax.engine.generation import GenerationTimes, Limits, Piece, generate_pieces
-from flashmoe_jax.engine.memory import available_bytes, peak_rss_bytes, rss_bytes
+from flashmoe_jax.engine.memory import available_bytes, peak_rss_bytes, rss_bytes, total_bytes
 from flashmoe_jax.engine.platform import configure_backend
 from flashmoe_jax.engine.sampling import SamplingParams
 from flashmoe_jax.engine.session import Session
@@ -310,6 +310,7 @@ def load(
         dense_bytes=directory.manifest.dense_bytes,
         runtime_bytes=runtime_bytes,
         available_bytes=available_bytes() + rss_bytes() if is_cpu else _free_device_bytes(device),
+        total_bytes=total_bytes() if is_cpu else _device_bytes(device),
         is_cpu=is_cpu,
     )
     sharding = jax.sharding.SingleDeviceSharding(device)
@@ -352,6 +353,9 @@ def _policy(name: str, policy_trace: str | os.PathLike[str] | None, config: Mode
     return make_policy(name, shape, counts)
 
 
+def _device_bytes(device: jax.Device) -> int:
+    return int((device.memory_stats() or {}).get("bytes_limit", 0))
+
+
 def _free_device_bytes(device: jax.Device) -> int:
-    statistics = device.memory_stats() or {}
-    return int(statistics.get("bytes_limit", 0)) - int(statistics.get("bytes_in_use", 0))
+    return _device_bytes(device) - int((device.memory_stats() or {}).get("bytes_in_use", 0))

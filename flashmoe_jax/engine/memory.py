@@ -5,11 +5,13 @@ Reads /proc and the control group where they exist, psutil elsewhere. All number
 
 import resource
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 
 _CGROUP = Path("/sys/fs/cgroup")
+_MEMBERSHIP = Path("/proc/self/cgroup")
 
 
 def rss_bytes() -> int:
@@ -30,44 +32,51 @@ def peak_rss_bytes() -> int:
 
 
 def available_bytes() -> int:
-    """What the system and the control group (v1 or v2) still give to new allocations of this process."""
-    available = psutil.virtual_memory().available
-    limit = _cgroup_limit()
-    if limit is None:
-        return available
-    limit_bytes, used_bytes = limit
-    return max(0, min(available, limit_bytes - used_bytes))
+    """What the system and the control groups (v1 or v2) still give to new allocations of this process."""
+    free = [limit - used for limit, used in _cgroup_limits()]
+    return max(0, min([psutil.virtual_memory().available, *free]))
 
 
-def _cgroup_limit() -> tuple[int, int] | None:
-    """(limit, used without reclaimable page cache) of this process's control group; None where there is no limit."""
-    for directory, limit_name, used_name, inactive in (
-        (_own_cgroup(""), "memory.max", "memory.current", "inactive_file"),
-        (_own_cgroup("memory"), "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
-    ):
-        if directory is None or not (directory / limit_name).exists():
-            continue
-        text = (directory / limit_name).read_text().strip()
-        # Version 1 says "no limit" by a number near 2**63.
-        if text == "max" or int(text) >= 1 << 60:
-            continue
-        statistics = dict(line.split() for line in (directory / "memory.stat").read_text().splitlines())
-        used = int((directory / used_name).read_text()) - int(statistics.get(inactive, 0))
-        return int(text), used
-    return None
+def total_bytes() -> int:
+    """Memory of the machine, or of the control group where that has less."""
+    return min([psutil.virtual_memory().total, *(limit for limit, _ in _cgroup_limits())])
 
 
-def _own_cgroup(controller: str) -> Path | None:
-    """Directory of this process's group: of version 2 for "", of a version 1 controller otherwise."""
-    membership = Path("/proc/self/cgroup")
-    if not membership.exists():
-        return None
-    for line in membership.read_text().splitlines():
+def _cgroup_limits() -> Iterator[tuple[int, int]]:
+    """(limit, used without page cache) of every control group with a limit that this process is in.
+
+    A group is bound by the limits of the groups above it, too.
+    """
+    for directory in _own_cgroups(""):
+        yield from _limit(directory, "memory.max", "memory.current", ("inactive_file", "active_file"))
+    for directory in _own_cgroups("memory"):
+        cache = ("total_inactive_file", "total_active_file")
+        yield from _limit(directory, "memory.limit_in_bytes", "memory.usage_in_bytes", cache)
+
+
+def _limit(directory: Path, limit_name: str, used_name: str, cache: tuple[str, ...]) -> Iterator[tuple[int, int]]:
+    if not (directory / limit_name).exists():
+        return
+    text = (directory / limit_name).read_text().strip()
+    # Version 1 says "no limit" by a number near 2**63.
+    if text == "max" or int(text) >= 1 << 60:
+        return
+    statistics = dict(line.split() for line in (directory / "memory.stat").read_text().splitlines())
+    yield int(text), int((directory / used_name).read_text()) - sum(int(statistics.get(name, 0)) for name in cache)
+
+
+def _own_cgroups(controller: str) -> Iterator[Path]:
+    """Directories of this process's group and those above: of version 2 for "", of a version 1 controller otherwise."""
+    if not _MEMBERSHIP.exists():
+        return
+    for line in _MEMBERSHIP.read_text().splitlines():
         _, controllers, path = line.split(":", 2)
         if controller not in controllers.split(","):
             continue
         root = _CGROUP / controller if controller else _CGROUP
         own = root / path.lstrip("/")
         # Inside a container the path is the host's, and the group is mounted at the root.
-        return own if own.exists() else root
-    return None
+        while own != root and own.exists():
+            yield own
+            own = own.parent
+        yield root
