@@ -25,19 +25,21 @@ lint: .venv/.installed-dev
 parity: .venv/.installed-parity
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m parity
 
-.venv/.installed: pyproject.toml
-	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --upgrade pip
+.venv/.installed: pyproject.toml | .venv/bin/python
 	$(BIN)/python -m pip install --quiet --editable .
 	touch $@
 
-.venv/.installed-dev: .venv/.installed
+.venv/.installed-dev: pyproject.toml | .venv/bin/python
 	$(BIN)/python -m pip install --quiet --editable ".[dev]"
-	touch $@
+	touch .venv/.installed $@
 
 .venv/.installed-parity: .venv/.installed-dev
 	$(BIN)/python -m pip install --quiet --editable ".[dev,parity]"
 	touch $@
+
+.venv/bin/python:
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --upgrade pip
 
 clean:
 	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
