@@ -3,8 +3,8 @@
 Owns the names of all policies and what is made of one; how steps are read is in `replay_steps.py`, how slots change in
 `replay_slots.py`. The policies that the engine runs (lru, lfu, lfru, decayed, static) are its own functions, jitted and
 scanned over the trace; the slots are numba, proven equal to the engine's residency by the tests, because the engine's
-own plan, scanned and vmapped, takes four times the 20 s that the longest trace may take (docs/decisions.md has the
-figures). Invariant: all policies see the same steps under the same rules, so that their misses can be compared.
+own plan, scanned and vmapped, misses the 20 s that the longest trace may take (figures in docs/decisions.md).
+Invariant: all policies see the same steps under the same rules, so that their misses can be compared.
 """
 
 import dataclasses

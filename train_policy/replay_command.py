@@ -92,6 +92,8 @@ def replay_rows(args: argparse.Namespace) -> list[dict[str, Any]]:
         raise ConfigError("--staging has an effect with --as-engine only; leave it out")
     if args.staging is not None and args.staging < 1:
         raise ConfigError(f"--staging is {args.staging}; it must be at least 1")
+    if args.experts is not None and args.experts < 1:
+        raise ConfigError(f"--experts is {args.experts}; it must be at least 1")
     if args.seed < 0:
         raise ConfigError(f"--seed is {args.seed}; it must not be negative")
     if args.policy_trace is not None and "static" not in policies:

@@ -20,8 +20,8 @@ from train_policy.policies.compiled import kernel
 from train_policy.policies.optimal import FARTHEST, NEVER, next_use, write_distances
 from train_policy.replay_steps import Steps
 
-# Floats of one chunk; larger ones leave the processor's cache before they are used.
-_CHUNK_FLOATS = 1 << 21
+# Floats of one chunk: fewer make more calls, more leave the processor's cache before they are used.
+_CHUNK_FLOATS = 1 << 22
 _MAX_CHUNK, _MIN_CHUNK = 4096, 64
 
 

@@ -91,7 +91,10 @@ def replay_slots(
     layers = [[_Layer(steps, layer, r, log_victims) for layer in range(steps.num_layers)] for r in slots]
     done = 0
     with thread_pool() as pool:
-        for keep in keep_chunks:
+        for chunk in keep_chunks:
+            # JAX's arrays are read-only, and a second compilation for others takes seconds.
+            keep = chunk.view()
+            keep.flags.writeable = False
             span = (done, done + len(keep))
             tasks: list[Future] = [
                 pool.submit(_advance, steps, layer, span, keep, num_staging, run[layer])
@@ -161,13 +164,15 @@ def _replay_layer(
     num_experts, num_slots = len(slot_of_expert), len(expert_of_slot)
     all_missed = np.empty(num_experts, np.int64)
     arriving, into_slot = np.empty(num_experts, np.int64), np.empty(num_experts, np.int64)
-    is_needed = np.zeros(num_slots, np.bool_)
+    worth_of_slot = np.empty(num_slots, np.float32)
+    num_free = int(np.count_nonzero(expert_of_slot < 0))
     num_gone = counts[0, EVICTIONS] + counts[1, EVICTIONS]
     for step in range(first, last):
         if requests.is_cold[step]:
-            slot_of_expert[:] = -1
-            expert_of_slot[:] = -1
-            evicted_at[:] = _LONG_AGO
+            slot_of_expert.fill(-1)
+            expert_of_slot.fill(-1)
+            evicted_at.fill(_LONG_AGO)
+            num_free = num_slots
         stage = 1 if requests.is_prefill[step] else 0
         requested = requests.ids[requests.start[step] : requests.start[step + 1]]
         num_missed = 0
@@ -187,43 +192,44 @@ def _replay_layer(
         worth = keep[step - first, layer]
         missed = all_missed[:num_missed]
         _best_first(missed, worth)
-        num_admitted = 0
-        for slot in range(num_slots):
-            if num_admitted < num_missed and expert_of_slot[slot] < 0:
-                expert_of_slot[slot] = missed[num_admitted]
-                slot_of_expert[missed[num_admitted]] = slot
-                num_admitted += 1
+        num_admitted = num_missed if num_missed < num_free else num_free
+        slot = 0
+        for rank in range(num_admitted):
+            while expert_of_slot[slot] >= 0:
+                slot += 1
+            expert_of_slot[slot] = missed[rank]
+            slot_of_expert[missed[rank]] = slot
+        num_free -= num_admitted
         if num_admitted == num_missed:
             continue
-        num_arriving = 0
+        candidates = missed[num_admitted:]
+        for slot in range(num_slots):
+            worth_of_slot[slot] = worth[expert_of_slot[slot]]
         if stage == 1:
-            # Nothing is evicted to admit; the last staged, which came in the order of their ids, are still at hand.
-            staged = np.sort(missed[num_admitted:])[-num_staging:]
-            _best_first(staged, worth)
-            worst_first = np.argsort(worth[expert_of_slot], kind="mergesort")
-            for rank in range(min(len(staged), num_slots)):
-                if not worth[staged[rank]] > worth[expert_of_slot[worst_first[rank]]]:
-                    break
-                arriving[rank], into_slot[rank] = staged[rank], worst_first[rank]
-                num_arriving += 1
+            # Nothing is evicted to admit; of the staged, which came in the order of their ids, the last are at hand.
+            num_staged = 0
+            for expert in requested:
+                if slot_of_expert[expert] < 0:
+                    all_missed[num_staged] = expert
+                    num_staged += 1
+            candidates = all_missed[max(num_staged - num_staging, 0) : num_staged]
+            _best_first(candidates, worth)
         else:
             # The step's own experts are never victims; when nobody else is left, what is still missed is streamed.
-            is_needed[:] = False
             for expert in requested:
                 if slot_of_expert[expert] >= 0:
-                    is_needed[slot_of_expert[expert]] = True
-            for expert in missed[num_admitted:]:
-                victim = -1
-                for slot in range(num_slots):
-                    if not is_needed[slot] and (
-                        victim < 0 or worth[expert_of_slot[slot]] < worth[expert_of_slot[victim]]
-                    ):
-                        victim = slot
-                if victim < 0:
-                    break
-                is_needed[victim] = True
-                arriving[num_arriving], into_slot[num_arriving] = expert, victim
-                num_arriving += 1
+                    worth_of_slot[slot_of_expert[expert]] = np.inf
+        num_arriving = 0
+        for expert in candidates:
+            victim, least = 0, worth_of_slot[0]
+            for slot in range(1, num_slots):
+                if worth_of_slot[slot] < least:
+                    victim, least = slot, worth_of_slot[slot]
+            if least == np.inf or (stage == 1 and not worth[expert] > least):
+                break
+            worth_of_slot[victim] = np.inf
+            arriving[num_arriving], into_slot[num_arriving] = expert, victim
+            num_arriving += 1
         for rank in range(num_arriving):
             leaving = expert_of_slot[into_slot[rank]]
             slot_of_expert[leaving] = -1

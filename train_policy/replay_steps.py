@@ -60,9 +60,9 @@ def joined(traces: Sequence[Trace], num_experts: int | None = None) -> Trace:
     Raises:
         ConfigError: no token, traces of different models, or ids out of range.
     """
-    if any(len(column) != len(t.ids) for t in traces for column in (t.seq_id, t.phase, t.step, t.token)):
-        raise ConfigError("the columns of the trace differ in length; record it again with --trace")
-    said = {int(t.meta["experts"]) for t in traces if "experts" in t.meta}
+    said = {t.meta["experts"] for t in traces if "experts" in t.meta}
+    if not all(isinstance(experts, int) and experts > 0 for experts in said):
+        raise ConfigError(f"the trace's meta gives {_listed(said)} experts per layer; record it again with --trace")
     shapes = {t.ids.shape[1:] for t in traces}
     if len(said) > 1 or len(shapes) > 1:
         raise ConfigError(
@@ -95,7 +95,7 @@ def joined(traces: Sequence[Trace], num_experts: int | None = None) -> Trace:
 
 
 def _listed(values: set) -> str:
-    return " and ".join(str(v) for v in sorted(values)) or "unknown"
+    return " and ".join(sorted(map(str, values))) or "unknown"
 
 
 def _span(numbers: np.ndarray) -> int:

@@ -164,6 +164,7 @@ class TestMistakes:
             (["--slots", "10%"], "1 slots per layer are asked for"),
             (["--slots", "17"], "give 4 to 16"),
             (["--slots", "4", "--experts", "8"], "16 experts per layer and --experts is 8"),
+            (["--slots", "4", "--experts", "0"], "must be at least 1"),
             (["--slots", "4", "--staging", "2"], "--staging has an effect with --as-engine only"),
             (["--slots", "4", "--staging", "0", "--as-engine"], "must be at least 1"),
             (["--slots", "4", "--as-engine", "--per-access"], "exclude each other"),

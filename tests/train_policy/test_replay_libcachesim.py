@@ -36,7 +36,7 @@ def random_accesses(kind: str, length: int) -> np.ndarray:
         case "uniform":
             return random.integers(0, 64, length)
         case "zipf":
-            return np.minimum(random.zipf(1.3, length) - 1, 63)
+            return (random.zipf(1.3, length) - 1) % 64
         case "drifting":
             return (np.arange(length) // 40 + random.geometric(0.1, length)) % 64
     return np.where(random.random(length) < 0.8, np.arange(length) % 40, random.integers(0, 64, length))

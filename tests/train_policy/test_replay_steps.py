@@ -117,7 +117,8 @@ class TestJoined:
             ({"meta": {}}, 3, "expert ids up to 3"),
             ({}, 9, "6 experts per layer and --experts is 9"),
             ({"ids": np.full((1, 1, 2), -1)}, None, "names no expert"),
-            ({"seq_id": np.zeros(2)}, None, "differ in length"),
+            ({"meta": {"experts": "many"}}, None, "meta gives many experts"),
+            ({"meta": {"experts": 0}}, None, "meta gives 0 experts"),
         ],
     )
     def test_refuses(self, change: dict, experts: int | None, message: str):

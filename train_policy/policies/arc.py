@@ -12,7 +12,8 @@ from train_policy.policies.requests import Requests
 
 HITS, MISSES, EVICTIONS, REFETCHES = 0, 1, 2, 3
 _LONG_AGO = -(10**9)
-_NOWHERE, _T1, _T2, _B1, _B2 = 0, 1, 2, 3, 4
+# Of one type, or the helpers are compiled once for every number.
+_NOWHERE, _T1, _T2, _B1, _B2 = (np.int8(i) for i in range(5))
 
 
 @kernel
@@ -28,9 +29,9 @@ def replay_arc(
     target, now = 0.0, 0
     for step in range(len(requests.is_cold)):
         if requests.is_cold[step]:
-            queue[:] = _NOWHERE
-            size[:] = 0
-            evicted_at[:] = _LONG_AGO
+            queue.fill(_NOWHERE)
+            size.fill(0)
+            evicted_at.fill(_LONG_AGO)
             target = 0.0
         requested = requests.ids[requests.start[step] : requests.start[step + 1]]
         num_pinned = 0

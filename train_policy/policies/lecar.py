@@ -26,16 +26,18 @@ def replay_lecar(
     discount = 0.005 ** (1.0 / num_slots)
     is_resident, is_pinned = np.zeros(num_experts, np.bool_), np.zeros(num_experts, np.bool_)
     uses, turn = np.zeros(num_experts, np.int64), np.zeros(num_experts, np.int64)
+    num_ghosts = np.zeros(3, np.int64)  # of _BY_LRU and _BY_LFU
     ghost_of, left_at = np.zeros(num_experts, np.int8), np.zeros(num_experts, np.int64)
     evicted_at = np.full(num_experts, _LONG_AGO, np.int64)
-    weight = np.array([0.0, 0.5, 0.5])  # of _BY_LRU and _BY_LFU
+    weight = np.full(3, 0.5)  # of _BY_LRU and _BY_LFU
     now = num_resident = 0
     for step in range(len(requests.is_cold)):
         if requests.is_cold[step]:
-            is_resident[:] = False
-            ghost_of[:] = _NO_GHOST
-            evicted_at[:] = _LONG_AGO
-            weight[1:] = 0.5
+            is_resident.fill(False)
+            ghost_of.fill(_NO_GHOST)
+            num_ghosts.fill(0)
+            evicted_at.fill(_LONG_AGO)
+            weight.fill(0.5)
             num_resident = 0
         requested = requests.ids[requests.start[step] : requests.start[step + 1]]
         num_pinned = 0
@@ -66,6 +68,7 @@ def replay_lecar(
                 weight[blamed] /= total
                 weight[other] = (weight[other] + 1e-10) / total
                 ghost_of[expert] = _NO_GHOST
+                num_ghosts[blamed] -= 1
             if num_resident == num_slots:
                 by_lru, by_lfu = -1, -1
                 for other in range(num_experts):
@@ -85,7 +88,10 @@ def replay_lecar(
                     chooser = _BY_LRU if chance < weight[_BY_LRU] else _BY_LFU
                     victim = by_lru if chooser == _BY_LRU else by_lfu
                     ghost_of[victim], left_at[victim] = chooser, now
-                    _forget_oldest(ghost_of, left_at, chooser, num_slots // 2)
+                    num_ghosts[chooser] += 1
+                    if num_ghosts[chooser] > num_slots // 2:
+                        num_ghosts[chooser] -= 1
+                        _forget_oldest(ghost_of, left_at, chooser)
                 is_resident[victim] = False
                 evicted_at[victim] = requests.last_token[step]
                 counts[0, EVICTIONS] += 1
@@ -99,10 +105,8 @@ def replay_lecar(
 
 
 @kernel
-def _forget_oldest(ghost_of: np.ndarray, left_at: np.ndarray, chooser: int, length: int) -> None:
-    """Keeps a history to its length."""
-    if np.count_nonzero(ghost_of == chooser) <= length:
-        return
+def _forget_oldest(ghost_of: np.ndarray, left_at: np.ndarray, chooser: int) -> None:
+    """Shortens a history by one."""
     oldest = -1
     for expert in range(len(ghost_of)):
         if ghost_of[expert] == chooser and (oldest < 0 or left_at[expert] < left_at[oldest]):

@@ -33,7 +33,7 @@ def next_use(requests: Requests, num_experts: int) -> np.ndarray:
             result[place] = upcoming[requests.ids[place]]
             upcoming[requests.ids[place]] = step
         if requests.is_cold[step]:
-            upcoming[:] = NEVER
+            upcoming.fill(NEVER)
     return result
 
 
@@ -82,11 +82,12 @@ def replay_bypass(
     num_resident = 0
     for step in range(len(requests.is_cold)):
         if requests.is_cold[step]:
-            is_resident[:] = False
-            evicted_at[:] = _LONG_AGO
+            is_resident.fill(False)
+            evicted_at.fill(_LONG_AGO)
             num_resident = 0
         stage = 1 if requests.is_prefill[step] else 0
-        was_resident[:] = is_resident
+        for expert in range(num_experts):
+            was_resident[expert] = is_resident[expert]
         for place in range(requests.start[step], requests.start[step + 1]):
             expert = requests.ids[place]
             upcoming[expert] = next_step[place]

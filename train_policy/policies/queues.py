@@ -16,7 +16,6 @@ HITS, MISSES, EVICTIONS, REFETCHES = 0, 1, 2, 3
 _LONG_AGO = -(10**9)
 
 
-@kernel
 def replay_fifo(
     requests: Requests, num_experts: int, num_slots: int, refetch_tokens: int, seed: int, counts: np.ndarray
 ) -> None:
@@ -24,7 +23,6 @@ def replay_fifo(
     _replay_one_queue(requests, num_experts, num_slots, refetch_tokens, False, counts)
 
 
-@kernel
 def replay_lfu_resident(
     requests: Requests, num_experts: int, num_slots: int, refetch_tokens: int, seed: int, counts: np.ndarray
 ) -> None:
@@ -46,8 +44,8 @@ def _replay_one_queue(
     now = num_resident = 0
     for step in range(len(requests.is_cold)):
         if requests.is_cold[step]:
-            is_resident[:] = False
-            evicted_at[:] = _LONG_AGO
+            is_resident.fill(False)
+            evicted_at.fill(_LONG_AGO)
             num_resident = 0
         requested = requests.ids[requests.start[step] : requests.start[step + 1]]
         num_pinned = 0  # residents that this step needs

@@ -15,7 +15,8 @@ from train_policy.policies.requests import Requests
 
 HITS, MISSES, EVICTIONS, REFETCHES = 0, 1, 2, 3
 _LONG_AGO = -(10**9)
-_NOWHERE, _SMALL, _MAIN = 0, 1, 2
+# Of one type, or the helpers are compiled once for every number.
+_NOWHERE, _SMALL, _MAIN, _GHOST = (np.int8(i) for i in range(4))
 _HITS_TO_MAIN = 2
 _CLOCK_MAX = 3
 
@@ -28,6 +29,7 @@ def replay_s3fifo(
     small_size, num_ghosts = max(int(num_slots * 0.1), 1), int(num_slots * 0.9)
     has_evicted = False
     queue = np.zeros(num_experts, np.int8)
+    size = np.zeros(4, np.int64)  # of each queue, and of the ghost queue
     turn, hits = np.zeros(num_experts, np.int64), np.zeros(num_experts, np.int64)
     ghost_turn = np.zeros(num_experts, np.int64)  # 0 = not in the ghost queue
     is_pinned = np.zeros(num_experts, np.bool_)
@@ -35,9 +37,10 @@ def replay_s3fifo(
     now = 0
     for step in range(len(requests.is_cold)):
         if requests.is_cold[step]:
-            queue[:] = _NOWHERE
-            ghost_turn[:] = 0
-            evicted_at[:] = _LONG_AGO
+            queue.fill(_NOWHERE)
+            ghost_turn.fill(0)
+            size.fill(0)
+            evicted_at.fill(_LONG_AGO)
             has_evicted = False
         requested = requests.ids[requests.start[step] : requests.start[step + 1]]
         num_pinned = 0
@@ -57,16 +60,20 @@ def replay_s3fifo(
             if num_pinned == num_slots:
                 continue
             to_main = ghost_turn[expert] > 0
-            ghost_turn[expert] = 0
-            if np.count_nonzero(queue) == num_slots:
+            if to_main:
+                ghost_turn[expert] = 0
+                size[_GHOST] -= 1
+            if size[_SMALL] + size[_MAIN] == num_slots:
                 has_evicted = True
-                now, victim = _evict(queue, turn, hits, ghost_turn, is_pinned, num_slots - small_size, num_ghosts, now)
+                from_main = size[_MAIN] > num_slots - small_size
+                now, victim = _evict(queue, size, turn, hits, ghost_turn, is_pinned, from_main, num_ghosts, now)
                 evicted_at[victim] = requests.last_token[step]
                 counts[0, EVICTIONS] += 1
-            elif not has_evicted and np.count_nonzero(queue == _SMALL) >= small_size:
+            elif not has_evicted and size[_SMALL] >= small_size:
                 to_main = True
             now += 1
             queue[expert] = _MAIN if to_main else _SMALL
+            size[queue[expert]] += 1
             turn[expert], hits[expert] = now, 0
             num_pinned += 1
         for expert in requested:
@@ -76,16 +83,16 @@ def replay_s3fifo(
 @kernel
 def _evict(
     queue: np.ndarray,
+    size: np.ndarray,
     turn: np.ndarray,
     hits: np.ndarray,
     ghost_turn: np.ndarray,
     is_pinned: np.ndarray,
-    main_size: int,
+    from_main: bool,
     num_ghosts: int,
     now: int,
 ) -> tuple[int, int]:
-    """Makes one expert leave; gives the clock of turns and the expert."""
-    from_main = bool(np.count_nonzero(queue == _MAIN) > main_size)
+    """Makes one expert leave, out of main if there is one; gives the clock of turns and the expert."""
     while True:
         oldest = _oldest(queue, turn, is_pinned, _MAIN if from_main else _SMALL)
         if oldest < 0:
@@ -98,13 +105,18 @@ def _evict(
         elif not from_main and hits[oldest] >= _HITS_TO_MAIN:
             now += 1
             queue[oldest], turn[oldest], hits[oldest] = _MAIN, now, 0
+            size[_SMALL] -= 1
+            size[_MAIN] += 1
         else:
             break
+    size[queue[oldest]] -= 1
     queue[oldest] = _NOWHERE
     if not from_main and num_ghosts > 0:
         now += 1
         ghost_turn[oldest] = now
-        if np.count_nonzero(ghost_turn) > num_ghosts:
+        size[_GHOST] += 1
+        if size[_GHOST] > num_ghosts:
+            size[_GHOST] -= 1
             first = -1
             for expert in range(len(ghost_turn)):
                 if ghost_turn[expert] > 0 and (first < 0 or ghost_turn[expert] < ghost_turn[first]):
