@@ -127,6 +127,8 @@ def replay_rows(args: argparse.Namespace) -> list[dict[str, Any]]:
     for policy in policies:
         replayer.check(policy, slots)
     say(f"{num_rows} tokens, {num_layers} layers x {num_experts} experts, {top_k} per token")
+    if args.as_engine and not replayer.steps.is_prefill.any():
+        say("the trace marks no prompt tokens (phase 0), so there is no prefill")
     best = replayer.replay("min", slots)
     rows = []
     for policy in policies:

@@ -107,6 +107,11 @@ class TestOptions:
         _, table, _ = run("--policies", "lru", "--slots", "4", "--as-engine")
         assert "prefill hit rate" in table
 
+    def test_as_engine_without_prompts_says_so(self, run, trace: Trace, tmp_path: Path):
+        save_trace(trace._replace(phase=np.full(60, DECODE)), tmp_path / "decode.npz")
+        _, _, err = run("--policies", "lru", "--slots", "4", "--as-engine", traces=(tmp_path / "decode.npz",))
+        assert "no prefill" in err
+
     def test_staging_lets_prompts_replace_more(self, run):
         few = rows_of(run, "--policies", "decayed", "--slots", "4", "--as-engine", "--staging", "1")[0]
         many = rows_of(run, "--policies", "decayed", "--slots", "4", "--as-engine", "--staging", "16")[0]
