@@ -35,10 +35,12 @@ def policy_keep(policy: Policy, steps: Steps, top_k: int) -> Iterator[np.ndarray
     """
     scores = _scan(policy)
     start = policy.init(PolicyShape(steps.num_layers, steps.num_experts, top_k))
-    # The policy's own layer axis gets length 1, with the layers in front of it to map over. Steps this small are faster
+    per_layer = [policy.layer_params(layer) for layer in range(steps.num_layers)]
+    params = jax.tree.map(lambda *of_layers: np.stack(of_layers), *per_layer)
+    # The state's own layer axis gets length 1, with the layers in front of it to map over. Steps this small are faster
     # on the CPU than on any accelerator.
     blank, params = jax.device_put(
-        jax.tree.map(lambda a: np.asarray(a)[:, None], (start, policy.params)), jax.local_devices(backend="cpu")[0]
+        (jax.tree.map(lambda a: np.asarray(a)[:, None], start), params), jax.local_devices(backend="cpu")[0]
     )
     state = blank
     size = _chunk_size(steps)

@@ -56,7 +56,7 @@ def decode_token(
             position_B,
             active_B,
             memory.state,
-            memory.policy_params,
+            memory.policy_params[moe_layer],
             np.int32(moe_layer),
         )
         # Dispatched before the host looks at the plan: resident experts compute while the missing ones are read.

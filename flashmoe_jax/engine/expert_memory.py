@@ -59,7 +59,9 @@ class ExpertMemory:
     ):
         layout = store.layout
         self.config, self.policy, self.store, self.device = config, policy, store, device
-        self.policy_params = jax.device_put(policy.params, device)
+        self.policy_params = [
+            jax.device_put(policy.layer_params(layer), device) for layer in range(config.num_moe_layers)
+        ]
         self.rows = RowMap(config.num_moe_layers, plan.slots_per_layer, plan.num_staging)
         self.slots = slots or make_slot_buffer(
             self.rows.num_rows, layout.record_words, np.dtype(layout.word_dtype), device

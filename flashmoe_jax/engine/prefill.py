@@ -69,7 +69,7 @@ def prefill_prompt(
             position_BT,
             valid_BT,
             memory.state,
-            memory.policy_params,
+            memory.policy_params[moe_layer],
             np.int32(moe_layer),
             attend_length=attend_length,
         )

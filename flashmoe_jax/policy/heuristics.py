@@ -87,8 +87,8 @@ def score_decayed(params: tuple[()], state: UsageState, layer: Array) -> Array:
 
 
 def score_static(params: Array, state: UsageState, layer: Array) -> Array:
-    """Popularity in a recorded trace, `params` float32 `[L, E]`, whatever is asked for now."""
-    return params[layer]
+    """Popularity in a recorded trace, `params` float32 `[E]` of the layer, whatever is asked for now."""
+    return params
 
 
 def static_policy(popularity: np.ndarray) -> Policy:
@@ -97,7 +97,7 @@ def static_policy(popularity: np.ndarray) -> Policy:
     Once loaded, the most popular experts never leave; one that is less popular than every resident passes through
     the slot it needs and is the first to go.
     """
-    return Policy("static", init_usage, update_usage, score_static, params=jnp.asarray(popularity, jnp.float32))
+    return Policy("static", init_usage, update_usage, score_static, params=tuple(jnp.asarray(popularity, jnp.float32)))
 
 
 _SCORES: dict[str, Callable[[tuple[()], UsageState, Array], Array]] = {

@@ -20,7 +20,7 @@ def keep_values(engine: Engine) -> np.ndarray:
     memory = engine.memory
     layers = range(memory.config.num_moe_layers)
     return np.stack(
-        [memory.policy.score(memory.policy_params, memory.state.policy, np.int32(layer)) for layer in layers]
+        [memory.policy.score(memory.policy_params[layer], memory.state.policy, np.int32(layer)) for layer in layers]
     )
 
 

@@ -23,7 +23,7 @@ def after(steps: list[list[list[int]]], layer: int = 0, state: UsageState | None
 
 def scores(name: str, state: UsageState, layer: int = 0) -> np.ndarray:
     policy = make_policy(name, SHAPE, POPULARITY if name == "static" else None)
-    keep = np.asarray(policy.score(policy.params, state, np.int32(layer)))
+    keep = np.asarray(policy.score(policy.layer_params(layer), state, np.int32(layer)))
     assert keep.dtype == np.float32 and keep.shape == (SHAPE.num_experts,)
     assert np.isfinite(keep).all()
     return keep
@@ -93,7 +93,7 @@ def test_a_heuristic_is_one_object_by_value(name: str):
 def test_static_policies_share_programs_and_differ_in_parameters():
     first, second = make_policy("static", SHAPE, POPULARITY), make_policy("static", SHAPE, POPULARITY + 1)
     assert first == second and hash(first) == hash(second)
-    assert np.array_equal(second.params, POPULARITY + 1)
+    assert np.array_equal(np.stack(second.params), POPULARITY + 1)
 
 
 def test_names_and_popularity_are_checked():

@@ -43,7 +43,13 @@ def any_policy(name: str) -> Policy:
     """The policy called `name`, of which all share one compiled step; they differ in the score alone."""
     chosen = _OF_NAME[name]
     assert all(p.init is chosen.init and p.update is chosen.update for p in _OF_NAME.values())
-    return Policy("any", chosen.init, chosen.update, _score_of_any, (np.int32(POLICIES.index(name)), POPULARITY))
+    return Policy(
+        "any",
+        chosen.init,
+        chosen.update,
+        _score_of_any,
+        tuple((np.int32(POLICIES.index(name)), counts) for counts in POPULARITY),
+    )
 
 
 @pytest.fixture(scope="module")

@@ -58,7 +58,8 @@ def test_equals_the_engines_functions_called_step_by_step(name: str, mode: Mode,
             padded[: len(ids_BLX)] = ids_BLX
             for layer in range(LAYERS):
                 state = update(state, np.int32(layer), padded[:, layer], None, None)
-        expected.append([np.asarray(score(policy.params, state, np.int32(layer))) for layer in range(LAYERS)])
+        scores = [score(policy.layer_params(layer), state, np.int32(layer)) for layer in range(LAYERS)]
+        expected.append([np.asarray(of_layer) for of_layer in scores])
     assert keep.dtype == np.float32
     assert np.array_equal(keep, np.array(expected))
 
