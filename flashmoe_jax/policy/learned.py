@@ -34,17 +34,16 @@ _RANKED = (1, 3, 5, 7)
 SHARED_WIDTH = len(SHIFTS) + len(_RANKED) + 1
 
 
-def learned_policy(kind: str, shape: str, inputs: frozenset[str], params: tuple[Any, ...]) -> Policy:
+def learned_policy(kind: str, inputs: frozenset[str], params: tuple[Any, ...]) -> Policy:
     """A learned policy.
 
     Args:
         kind: one of LEARNED.
-        shape: "layer" for a network over a layer, "expert" for one per expert.
         inputs: that `context` was trained with.
         params: the network of every MoE layer, as `network.to_integers` gives it.
     """
     if kind == "paper":
-        return Policy(kind, init_usage, update_usage, _PAPER_SCORES[shape], params, is_learned=True)
+        return Policy(kind, init_usage, update_usage, score_paper, params, is_learned=True)
     init, update = history_functions(inputs)
     score = score_context if kind == "context" else score_shared
     return Policy(kind, init, update, score, params, is_learned=True, inputs=inputs)
@@ -57,15 +56,38 @@ def input_width(kind: str, shape: str, model: PolicyShape, inputs: frozenset[str
     return SHARED_WIDTH if kind == "shared" else context_width(model, inputs)
 
 
+def keep_values(kind: str, params: tuple[IntegerLayer, ...], inputs: Array) -> Array:
+    """What the network of a layer makes of its inputs: keep values, float32 `[..., E]`.
+
+    Args:
+        kind: one of LEARNED.
+        params: the layer's network.
+        inputs: of any number of steps: `[..., F]` for `context`, `[..., E, F]` for `shared`, `[..., 2, E]` for `paper`.
+    """
+    if kind == "context":
+        return evaluate(params, inputs)
+    if kind == "shared":
+        return evaluate(params, inputs)[..., 0]
+    # The paper's network says how far away the next use is.
+    if params[0].kernel.shape[1] == 2:
+        return -evaluate(params, jnp.swapaxes(inputs, -1, -2))[..., 0]
+    return -evaluate(params, inputs.reshape(*inputs.shape[:-2], -1))
+
+
 def score_context(params: tuple[IntegerLayer, ...], state: History, layer: Array) -> Array:
     """The network over the layer gives the keep values of all experts."""
     row = History(*(a[layer] for a in state))
-    return evaluate(params, context_inputs(row, neighbour_window(state.used, layer)))
+    return keep_values("context", params, context_inputs(row, neighbour_window(state.used, layer)))
 
 
 def score_shared(params: tuple[IntegerLayer, ...], state: History, layer: Array) -> Array:
-    """The same network for every expert."""
-    return evaluate(params, shared_inputs(state.counts[layer]))[:, 0]
+    """The same network for every expert of every layer."""
+    return keep_values("shared", params, shared_inputs(state.counts[layer]))
+
+
+def score_paper(params: tuple[IntegerLayer, ...], state: UsageState, layer: Array) -> Array:
+    """The farthest predicted next use leaves first."""
+    return keep_values("paper", params, paper_inputs(state, layer))
 
 
 def shared_inputs(counts_KE: Array) -> Array:
@@ -81,16 +103,6 @@ def shared_inputs(counts_KE: Array) -> Array:
     return jnp.concatenate([level_KE, rank_JE, load_1E]).T
 
 
-def score_paper_experts(params: tuple[IntegerLayer, ...], state: UsageState, layer: Array) -> Array:
-    """The network says how far away an expert's next use is."""
-    return -evaluate(params, paper_inputs(state, layer).T)[:, 0]
-
-
-def score_paper_layer(params: tuple[IntegerLayer, ...], state: UsageState, layer: Array) -> Array:
-    """The same, from all experts of the layer together."""
-    return -evaluate(params, paper_inputs(state, layer).reshape(-1))
-
-
 def paper_inputs(state: UsageState, layer: Array) -> Array:
     """1 / recency (1 for the step itself) and uses ÷ the most used expert's, float32 `[2, E]` up to PAPER_MAX_INPUT."""
     age_E = (state.clock[layer] - state.last_use[layer]).astype(jnp.float32)
@@ -98,6 +110,3 @@ def paper_inputs(state: UsageState, layer: Array) -> Array:
     recency_E = jnp.round(PAPER_MAX_INPUT / (age_E + 1))
     frequency_E = jnp.round(PAPER_MAX_INPUT * (uses_E / jnp.maximum(jnp.max(uses_E), 1)))
     return jnp.stack([recency_E, frequency_E])
-
-
-_PAPER_SCORES = {"expert": score_paper_experts, "layer": score_paper_layer}

@@ -55,7 +55,7 @@ def evaluate(layers: Sequence[IntegerLayer], inputs: Array) -> Array:
         value = jnp.round(_affine(layer, x) * layer.scale)
         if layer.table.shape[0]:
             index = jnp.clip(value + TABLE_SIZE // 2, 0, TABLE_SIZE - 1).astype(jnp.int32)
-            x = layer.table[index]
+            x = jnp.asarray(layer.table)[index]
         else:
             x = jnp.clip(value, 0, MAX_ACTIVATION)
     last = layers[-1]

@@ -76,7 +76,7 @@ class SavedPolicy:
         num_networks = len(self.layers[0].kernel)
         networks = [self._network(layer, weight) for layer in range(num_networks)]
         params = tuple(networks * model.num_layers if num_networks == 1 else networks)
-        return learned_policy(self.kind, self.shape, self.inputs, params)
+        return learned_policy(self.kind, self.inputs, params)
 
     def _head_weights(self, share: float) -> np.ndarray:
         shares = [s for s, _ in self.blend]
