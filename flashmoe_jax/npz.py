@@ -3,14 +3,15 @@
 import os
 import zipfile
 import zlib
+from collections.abc import Collection
 
 import numpy as np
 
 from flashmoe_jax.errors import ConfigError
 
 
-def read_npz(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
-    """All arrays of a file.
+def read_npz(path: str | os.PathLike[str], *, skip: Collection[str] = ()) -> dict[str, np.ndarray]:
+    """All arrays of a file but those in `skip`.
 
     Raises:
         FileNotFoundError: no such file.
@@ -23,7 +24,7 @@ def read_npz(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
             if not isinstance(archive, np.lib.npyio.NpzFile):
                 raise ConfigError("it is not a zip archive")
             with archive:
-                return {name: archive[name] for name in archive.files}
+                return {name: archive[name] for name in archive.files if name not in skip}
     except FileNotFoundError:
         raise
     # What numpy and zipfile raise for a file that is empty, cut short, of another kind, or damaged.

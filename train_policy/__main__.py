@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from flashmoe_jax.console import OneLineParser, guarded
+from train_policy.record_command import add_parser as add_record_parser
 from train_policy.replay_command import add_parser as add_replay_parser
 
 
@@ -16,6 +17,7 @@ def build_parser() -> argparse.ArgumentParser:
     """The parser, one subparser per subcommand."""
     parser = OneLineParser(prog="python -m train_policy", description="Make an eviction policy of recorded traces.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    add_record_parser(commands)
     fit = commands.add_parser("fit", help="fit a policy to traces")
     fit.add_argument("--trace", type=Path, nargs="+", required=True, metavar="T", help="traces (.npz) of one model")
     fit.add_argument("--kind", choices=("static",), required=True, help="static: the popular experts stay")

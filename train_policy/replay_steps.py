@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from flashmoe_jax.errors import ConfigError
-from flashmoe_jax.telemetry.trace import PREFILL, Trace
+from flashmoe_jax.telemetry.trace import PREFILL, WIDE_COLUMNS, Trace
 from train_policy.policies.compiled import kernel
 from train_policy.policies.requests import Requests
 
@@ -55,7 +55,8 @@ class Steps(NamedTuple):
 def joined(traces: Sequence[Trace], num_experts: int | None = None) -> Trace:
     """Traces of one model as one trace, in the order given; sequences and steps keep apart.
 
-    `meta["experts"]` of the result is what the traces say, else `num_experts`, else the largest id + 1.
+    `meta["experts"]` of the result is what the traces say, else `num_experts`, else the largest id + 1. Wide columns
+    are kept where all traces have them.
 
     Raises:
         ConfigError: no token, traces of different models, or ids out of range.
@@ -91,7 +92,16 @@ def joined(traces: Sequence[Trace], num_experts: int | None = None) -> Trace:
         step=_shifted([t.step for t in traces], step_base),
         token=np.concatenate([t.token for t in traces]),
         meta={**traces[0].meta, "experts": experts},
+        **{name: _wide(traces, name) for name in WIDE_COLUMNS},
     )
+
+
+def _wide(traces: Sequence[Trace], name: str) -> np.ndarray | None:
+    """A wide column of all traces; None unless all have it, alike."""
+    parts = [part for trace in traces if (part := getattr(trace, name)) is not None]
+    if len(parts) < len(traces) or len({part.shape[1:] for part in parts}) > 1:
+        return None
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
 def _listed(values: set) -> str:
@@ -119,7 +129,7 @@ def make_steps(trace: Trace, mode: Mode = Mode.TOKEN, *, reset: bool = False) ->
             the other modes every sequence is replayed alone, also where the rows of a batch are interleaved.
     """
     if reset and mode is not Mode.ENGINE:
-        trace = _by_sequence(trace)
+        trace = by_sequence(trace)
     num_rows, num_layers, top_k = trace.ids.shape
     rows, updates = trace.ids, trace.ids
     step_of_row = np.arange(num_rows)
@@ -161,11 +171,11 @@ def make_steps(trace: Trace, mode: Mode = Mode.TOKEN, *, reset: bool = False) ->
     )
 
 
-def _by_sequence(trace: Trace) -> Trace:
+def by_sequence(trace: Trace) -> Trace:
     """Rows sorted by sequence, sequences in the order in which they begin."""
     _, first, inverse = np.unique(trace.seq_id, return_index=True, return_inverse=True)
     order = np.argsort(first[inverse], kind="stable")
-    return trace._replace(**{name: getattr(trace, name)[order] for name in ("ids", "seq_id", "phase", "step", "token")})
+    return trace.take(order)
 
 
 def _recorded_steps(trace: Trace) -> tuple[np.ndarray, np.ndarray]:

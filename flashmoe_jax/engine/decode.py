@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from flashmoe_jax.engine.capture import RouterCapture
 from flashmoe_jax.engine.dense import DenseWeights
 from flashmoe_jax.engine.expert_memory import ExpertMemory
 from flashmoe_jax.engine.steps import DecodeOutput, DecodePlan, add_experts, unpack_decode
@@ -23,6 +24,7 @@ def decode_token(
     token_B: np.ndarray,
     position_B: np.ndarray,
     active_B: np.ndarray,
+    capture: RouterCapture | None = None,
 ) -> tuple[Array, np.ndarray]:
     """Runs one decode step.
 
@@ -31,6 +33,7 @@ def decode_token(
         token_B: int32 ids.
         position_B: int32, of each token; the capacity or more where a sequence takes no part.
         active_B: bool; a sequence that takes no part asks for no expert.
+        capture: gets what the routers were given and answered, or None.
 
     Returns:
         Logits `[B, V]` float32 and the chosen experts `[B, L, X]` int32, -1 for sequences that took no part.
@@ -59,6 +62,8 @@ def decode_token(
             memory.policy_params[moe_layer],
             np.int32(moe_layer),
         )
+        if capture is not None:
+            capture.add(output.router_logits_BE, output.h_BD)
         # Dispatched before the host looks at the plan: resident experts compute while the missing ones are read.
         out_BXD = programs.expert_ffn(no_outputs, output.h_BD, memory.slots.array, output.row_BX, output.hit_BX)
         plan = unpack_decode(np.asarray(packed), batch, config.experts_per_token, config.num_experts)

@@ -7,7 +7,7 @@ sessions one after the other; they share the slots. Invariant: tokens do not dep
 import dataclasses
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,7 @@ from flashmoe_jax.errors import ConfigError, PromptError
 from flashmoe_jax.model_dir import POLICY_NAME, ModelDirectory
 from flashmoe_jax.policy import STATIC_NAME, PolicyShape, check_policy_name, load_popularity, make_policy
 from flashmoe_jax.policy.base import Policy
-from flashmoe_jax.telemetry.trace import Trace, TraceRecorder, load_trace, popularity, save_trace
+from flashmoe_jax.telemetry.trace import WIDE_COLUMNS, Trace, TraceRecorder, load_trace, popularity, save_trace
 from flashmoe_jax.text.generation_config import GenerationDefaults
 from flashmoe_jax.text.tokenizer import Tokenizer
 
@@ -57,6 +57,7 @@ class Engine:
         request: Request,
         load_s: float,
         record_trace: bool,
+        record_columns: Collection[str] = (),
     ):
         self.config: ModelConfig = directory.config
         self.plan = plan
@@ -67,13 +68,13 @@ class Engine:
         self._times = GenerationTimes()
         self._num_sequences = 0
         self._is_closed = False
-        meta = {
+        self.trace_meta: dict[str, Any] = {
             "model": directory.path.name,
             "family": str(self.config.family),
             "experts": self.config.num_experts,
             "top_k": self.config.experts_per_token,
         }
-        self._recorder = TraceRecorder(meta) if record_trace else None
+        self._recorder = TraceRecorder(self.trace_meta, record_columns) if record_trace else None
         has_tokenizer = (directory.path / "tokenizer.json").exists()
         self.tokenizer: Tokenizer | None = Tokenizer.from_dir(directory.path) if has_tokenizer else None
         self.defaults = GenerationDefaults.from_dir(directory.path)
@@ -215,6 +216,12 @@ class Engine:
             raise ConfigError("no trace was recorded; load the engine with record_trace=True")
         return self._recorder.trace()
 
+    def take_trace(self) -> Trace:
+        """The routing recorded since the last call, which is then forgotten."""
+        if self._recorder is None:
+            raise ConfigError("no trace was recorded; load the engine with record_trace=True")
+        return self._recorder.take()
+
     def save_trace(self, path: str | os.PathLike[str]) -> None:
         """Writes the routing recorded so far."""
         save_trace(self.trace(), path)
@@ -266,6 +273,7 @@ def load(
     max_context: int | None = None,
     batch_size: int = 1,
     record_trace: bool = False,
+    record_columns: Collection[str] = (),
     cache_dir: str | os.PathLike[str] | None = None,
 ) -> Engine:
     """Loads a model; reads no expert.
@@ -281,6 +289,7 @@ def load(
         max_context: tokens per sequence, prompt and output; None for the model's own maximum, at most 4096.
         batch_size: most sequences generated together.
         record_trace: whether to record the routing of every token.
+        record_columns: what else to record, of "router_logits" and "hidden" (the router's input).
         cache_dir: where converted models are kept; None for the user's cache directory.
 
     Raises:
@@ -289,6 +298,8 @@ def load(
     from flashmoe_jax.resolve import resolve_model
 
     check_policy_name(policy)
+    if unknown := set(record_columns) - set(WIDE_COLUMNS):
+        raise ConfigError(f"record_columns names {', '.join(sorted(unknown))}; choose of {', '.join(WIDE_COLUMNS)}")
     configure_backend(device_budget)
     budget = None if device_budget is None else Budget.parse(device_budget)
     limit = None if memory_limit is None else parse_size(memory_limit)
@@ -324,6 +335,7 @@ def load(
         request=request,
         load_s=time.perf_counter() - began,
         record_trace=record_trace,
+        record_columns=record_columns,
     )
 
 

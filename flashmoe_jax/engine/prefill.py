@@ -14,6 +14,7 @@ import numpy as np
 from jax import Array
 
 from flashmoe_jax.engine.budget import GROUP_SIZES
+from flashmoe_jax.engine.capture import RouterCapture
 from flashmoe_jax.engine.dense import DenseWeights
 from flashmoe_jax.engine.expert_memory import ExpertMemory
 from flashmoe_jax.engine.steps import PrefillOutput, PrefillPlan, add_group_sums, unpack_prefill
@@ -37,6 +38,7 @@ def prefill_prompt(
     position_BT: np.ndarray,
     valid_BT: np.ndarray,
     attend_length: int,
+    capture: RouterCapture | None = None,
 ) -> tuple[Array, np.ndarray]:
     """Runs the prompts through all layers.
 
@@ -46,6 +48,7 @@ def prefill_prompt(
         position_BT: int32; the capacity or more where padded.
         valid_BT: bool, False where padded.
         attend_length: cache positions that the tokens may look at, those of earlier turns included.
+        capture: gets what the routers were given and answered, or None.
 
     Returns:
         Logits `[B, V]` float32 after the last valid token of each prompt, and the chosen experts `[B, T, L, X]`
@@ -73,6 +76,8 @@ def prefill_prompt(
             np.int32(moe_layer),
             attend_length=attend_length,
         )
+        if capture is not None:
+            capture.add(output.router_logits_TE, output.h_TD)
         plan = unpack_prefill(np.asarray(packed), B, T, config.experts_per_token, config.num_experts)
         x_BTD = _run_experts(memory, moe_layer, plan, output).reshape(B, T, -1)
         chosen[:, :, moe_layer] = plan.expert_BTX

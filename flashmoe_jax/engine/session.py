@@ -13,6 +13,7 @@ import numpy as np
 from jax import Array
 
 from flashmoe_jax.engine.budget import cache_capacity, prompt_bucket
+from flashmoe_jax.engine.capture import RouterCapture
 from flashmoe_jax.engine.decode import decode_token
 from flashmoe_jax.engine.dense import DenseWeights
 from flashmoe_jax.engine.expert_memory import ExpertMemory
@@ -108,10 +109,14 @@ class Session:
         self._restore_caches()
         token_B = np.asarray(tokens, np.int32)
         position_B = np.where(active_B, lengths, self._capacity).astype(np.int32)
+        capture = _capture(self._recorder)
         with self._memory.whole_step():
-            logits, chosen_BLX = decode_token(self._dense, self._memory, self._caches, token_B, position_B, active_B)
+            logits, chosen_BLX = decode_token(
+                self._dense, self._memory, self._caches, token_B, position_B, active_B, capture
+            )
         if self._recorder is not None:
-            self._recorder.add_step(chosen_BLX[active_B], self._seq_id[active_B], token_B[active_B], DECODE)
+            wide = {} if capture is None else capture.rows(active_B)
+            self._recorder.add_step(chosen_BLX[active_B], self._seq_id[active_B], token_B[active_B], DECODE, **wide)
         for b in np.flatnonzero(active_B):
             self.tokens[b].append(int(token_B[b]))
         return logits
@@ -140,13 +145,15 @@ class Session:
         valid_BT = column_T < added[:, None]
         position_BT = np.where(valid_BT, lengths[:, None] + column_T, self._capacity).astype(np.int32)
         attend_length = min(self._capacity, prompt_bucket(int((lengths + added).max())))
+        capture = _capture(recorder)
         with self._memory.whole_step():
             logits, chosen_BTLX = prefill_prompt(
-                self._dense, self._memory, self._caches, token_BT, position_BT, valid_BT, attend_length
+                self._dense, self._memory, self._caches, token_BT, position_BT, valid_BT, attend_length, capture
             )
         if recorder is not None:
             seq_BT = np.broadcast_to(self._seq_id[:, None], valid_BT.shape)
-            recorder.add_step(chosen_BTLX[valid_BT], seq_BT[valid_BT], token_BT[valid_BT], PREFILL)
+            wide = {} if capture is None else capture.rows(valid_BT)
+            recorder.add_step(chosen_BTLX[valid_BT], seq_BT[valid_BT], token_BT[valid_BT], PREFILL, **wide)
         return logits
 
     def _make_caches(self) -> None:
@@ -173,3 +180,8 @@ class Session:
                 f"{length} tokens are needed and the context has room for {self.context}; shorten the prompt, ask for "
                 "fewer new tokens, or give a larger --max-context"
             )
+
+
+def _capture(recorder: TraceRecorder | None) -> RouterCapture | None:
+    """For one step, where the recorder wants more than ids."""
+    return RouterCapture(recorder.wide_columns) if recorder is not None and recorder.wide_columns else None

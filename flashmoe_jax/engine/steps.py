@@ -56,6 +56,7 @@ class DecodeOutput(NamedTuple):
     row_BX: Array  # buffer row of each chosen expert
     hit_BX: Array
     miss_BX: Array
+    router_logits_BE: Array
 
 
 class DecodePlan(NamedTuple):
@@ -112,7 +113,7 @@ def make_decode_step(kind: LayerKind, policy: Policy, rows: RowMap) -> Any:
                 plan.evicted,
             ]
         )
-        output = DecodeOutput(x_BD, h_BD, dense_BD, routing.weight, row_BX, plan.is_hit, miss_BX)
+        output = DecodeOutput(x_BD, h_BD, dense_BD, routing.weight, row_BX, plan.is_hit, miss_BX, logits_BE)
         assert new_cache is not None
         return output, new_cache, StepState(residency, policy_state), packed
 
@@ -138,6 +139,7 @@ class PrefillOutput(NamedTuple):
     h_TD: Array
     dense_TD: Array | None
     weight_TX: Array
+    router_logits_TE: Array
 
 
 class PrefillPlan(NamedTuple):
@@ -201,7 +203,7 @@ def make_prefill_step(kind: LayerKind, policy: Policy) -> Any:
                 lax.bitcast_convert_type(keep_E, jnp.int32),
             ]
         )
-        output = PrefillOutput(x_BTD.reshape(B * T, D), h_TD, dense_TD, routing.weight)
+        output = PrefillOutput(x_BTD.reshape(B * T, D), h_TD, dense_TD, routing.weight, logits_TE)
         assert new_cache is not None
         return output, new_cache, StepState(residency, policy_state), packed
 

@@ -61,6 +61,61 @@ def test_optional_columns_have_defaults(tmp_path: Path):
     assert trace.meta == {}
 
 
+def with_wide_columns(experts: int = 9, width: int = 4) -> Trace:
+    """`recorded` with router logits and hidden states at random."""
+    plain, random = recorded(experts), np.random.default_rng(1)
+    recorder = TraceRecorder(plain.meta, ("hidden", "router_logits"))
+    assert recorder.wide_columns == ("router_logits", "hidden")
+    for step in range(plain.step.max() + 1):
+        rows = plain.take(plain.step == step)
+        wide = {
+            "router_logits": random.standard_normal((len(rows.ids), LAYERS, experts)),
+            "hidden": random.standard_normal((len(rows.ids), LAYERS, width)),
+        }
+        recorder.add_step(rows.ids, rows.seq_id, rows.token, int(rows.phase[0]), **wide)
+    return recorder.trace()
+
+
+def test_wide_columns_round_trip(tmp_path: Path):
+    trace = with_wide_columns()
+    save_trace(trace, tmp_path / "trace.npz")
+    again = load_trace(tmp_path / "trace.npz")
+    for name, width in (("router_logits", 9), ("hidden", 4)):
+        read = getattr(again, name)
+        assert read.dtype == np.float16
+        assert read.shape == (len(trace.ids), LAYERS, width)
+        np.testing.assert_array_equal(read, getattr(trace, name))
+    part = load_trace(tmp_path / "trace.npz", wide_columns=("hidden",))
+    assert part.router_logits is None
+    np.testing.assert_array_equal(part.hidden, trace.hidden)
+    np.testing.assert_array_equal(part.ids, trace.ids)
+
+
+def test_rows_are_taken_of_every_column():
+    trace = with_wide_columns()
+    rows = trace.take(np.array([7, 2]))
+    for name in ("ids", "seq_id", "phase", "step", "token", "router_logits", "hidden"):
+        np.testing.assert_array_equal(getattr(rows, name), getattr(trace, name)[[7, 2]])
+    assert recorded(9).take(slice(3)).hidden is None
+
+
+def test_what_was_taken_of_a_recorder_is_forgotten():
+    recorder = TraceRecorder({"experts": 4})
+    for _ in range(2):
+        for step in range(2):
+            recorder.add_step(np.zeros((1, 1, 1)), np.zeros(1), np.full(1, step), DECODE)
+        trace = recorder.take()
+        assert trace.step.tolist() == trace.token.tolist() == [0, 1]
+    with pytest.raises(ConfigError, match="the trace is empty"):
+        recorder.take()
+
+
+def test_the_same_trace_makes_the_same_bytes(tmp_path: Path):
+    for name in ("one.npz", "two.npz"):
+        save_trace(with_wide_columns(), tmp_path / name)
+    assert (tmp_path / "one.npz").read_bytes() == (tmp_path / "two.npz").read_bytes()
+
+
 def test_popularity_counts_uses():
     ids = np.array([[[0, 1], [2, -1]], [[1, 3], [2, 0]]], np.int32)
     trace = recorded(4)._replace(ids=ids)
@@ -97,11 +152,11 @@ def test_a_failed_save_leaves_the_old_file_and_nothing_else(tmp_path: Path, monk
     save_trace(recorded(9), target)
     before = target.read_bytes()
 
-    def full_disk(file, **arrays):
+    def full_disk(file, array, **options):
         file.write(b"half of it")
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(np, "savez_compressed", full_disk)
+    monkeypatch.setattr(np.lib.format, "write_array", full_disk)
     with pytest.raises(OSError, match="No space left"):
         save_trace(recorded(5), target)
     assert target.read_bytes() == before
@@ -132,6 +187,8 @@ GOOD = np.zeros((3, LAYERS, TOP_K), np.uint8)
         ({"ids": GOOD, "meta": np.array("{not json")}, "cannot be read"),
         ({"ids": GOOD, "seq_id": np.zeros(2, np.int32)}, r"seq_id has shape \(2,\) and there are 3 rows"),
         ({"ids": GOOD, "step": np.zeros((3, 1), np.int32)}, "step has shape"),
+        ({"ids": GOOD, "hidden": np.zeros((3, 3), np.float16)}, r"hidden has shape \(3, 3\) and ids are of 3 rows x 2"),
+        ({"ids": GOOD, "router_logits": np.zeros((2, 2, 5), np.float16)}, "router_logits has shape"),
     ],
 )
 def test_what_is_no_trace_is_refused(content, message: str, tmp_path: Path):

@@ -6,7 +6,7 @@ from traces import EXPERTS, trace_of
 
 from flashmoe_jax.errors import ConfigError
 from flashmoe_jax.telemetry.trace import DECODE, PREFILL
-from train_policy.replay_steps import Mode, Steps, joined, make_steps
+from train_policy.replay_steps import Mode, Steps, by_sequence, joined, make_steps
 
 
 def requested(steps: Steps, layer: int = 0) -> list[list[int]]:
@@ -130,3 +130,23 @@ class TestJoined:
             joined([trace_of([[[0, 3]]]), trace_of([[[0, 3]]], 9)])
         with pytest.raises(ConfigError, match="different models"):
             joined([trace_of([[[0, 3]]]), trace_of([[[0, 3], [0, 1]]])])
+
+
+class TestWideColumns:
+    def traces(self, width: int = 4):
+        one = trace_of([[[0, 1]], [[1, 2]], [[2, 3]]], seq_id=[0, 1, 0])
+        hidden = np.arange(3 * width, dtype=np.float16).reshape(3, 1, width)
+        return one._replace(hidden=hidden), one._replace(hidden=hidden + 100)
+
+    def test_are_kept_where_all_traces_have_them(self):
+        one, other = self.traces()
+        hidden = joined([one, other]).hidden
+        assert hidden is not None and hidden[:, 0, 0].tolist() == [0, 4, 8, 100, 104, 108]
+        assert joined([one, other._replace(hidden=None)]).hidden is None
+        assert joined([one, self.traces(width=5)[1]]).hidden is None
+
+    def test_are_sorted_with_their_rows(self):
+        trace = joined([self.traces()[0]])
+        ordered = by_sequence(trace)
+        assert ordered.ids[:, 0, 0].tolist() == [0, 2, 1]
+        assert ordered.hidden[:, 0, 0].tolist() == [0, 8, 4]
