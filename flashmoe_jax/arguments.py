@@ -108,6 +108,11 @@ def build_parser() -> argparse.ArgumentParser:
     memory.add_argument(
         "--policy-trace", type=Path, metavar="FILE.npz", help="trace whose popular experts static keeps"
     )
+    memory.add_argument(
+        "--guard",
+        choices=["on", "off"],
+        help="whether a learned policy falls back to decayed in a layer where it reads more (default: on)",
+    )
     return parser
 
 

@@ -104,6 +104,9 @@ class Conversation:
     def summary_line(self) -> str:
         return self._engine.summary_line()
 
+    def take_notes(self) -> list[str]:
+        return self._engine.take_notes()
+
 
 def first_messages(system: str | None) -> list[dict[str, Any]]:
     """Messages before the first turn."""
@@ -143,6 +146,8 @@ def _show_answer(conversation: Conversation, line: str) -> None:
     finally:
         pieces.close()
     write("\n")
+    for note in conversation.take_notes():
+        say(f"note: {note}")
     say(f"({conversation.summary_line()})")
 
 

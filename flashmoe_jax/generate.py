@@ -115,6 +115,8 @@ def _complete(args: argparse.Namespace, front: _Front, texts: list[str]) -> int:
                         break
         finally:
             output.finish()
+        for note in engine.take_notes():
+            say(f"note: {note}")
         _save_trace(engine, args.trace)
         if isinstance(output, JsonOutput):
             seed = None if front.sampling.is_greedy else front.sampling.seed
@@ -156,6 +158,7 @@ def _load(args: argparse.Namespace, directory: Path, context: int, batch_size: i
         memory_limit=args.memory_limit,
         policy=args.policy,
         policy_trace=args.policy_trace,
+        guard=None if args.guard is None else args.guard == "on",
         max_context=context,
         batch_size=batch_size,
         record_trace=args.trace is not None,

@@ -44,6 +44,7 @@ def decode_token(
     no_outputs = jnp.zeros((batch, config.experts_per_token, config.hidden_size), jnp.float32, device=memory.device)
     chosen = np.full((batch, config.num_moe_layers, config.experts_per_token), -1, np.int32)
     x_BD = dense.embed(token_B)
+    is_fallback: list[bool] = []
     moe_layer = 0
     for layer, (kind, leaves) in enumerate(zip(dense.kinds, dense.layers, strict=True)):
         if not kind.is_moe:
@@ -72,11 +73,14 @@ def decode_token(
             out_BXD = _compute_missing(memory, moe_layer, plan, output, out_BXD)
         x_BD = add_experts(output.x_BD, out_BXD, output.weight_BX, output.dense_BD)
         chosen[:, moe_layer] = plan.expert_BX
+        is_fallback.append(plan.is_fallback)
         moe_layer += 1
     memory.last_reader = x_BD
     memory.num_tokens += 1
     memory.decode_counters.tokens += int(np.count_nonzero(active_B))
     memory.decode_counters.check_identities()
+    if memory.guard_watch is not None and active_B.any():
+        memory.guard_watch.add_step(is_fallback)
     return dense.logits(x_BD), chosen
 
 

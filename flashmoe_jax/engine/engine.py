@@ -28,6 +28,7 @@ from flashmoe_jax.engine.budget import (
 from flashmoe_jax.engine.dense import DenseWeights, split_dense_weights
 from flashmoe_jax.engine.expert_memory import ExpertMemory
 from flashmoe_jax.engine.generation import GenerationTimes, Limits, Piece, generate_pieces
+from flashmoe_jax.engine.guard import WINDOW_STEPS
 from flashmoe_jax.engine.memory import available_bytes, peak_rss_bytes, rss_bytes, total_bytes
 from flashmoe_jax.engine.platform import configure_backend
 from flashmoe_jax.engine.sampling import SamplingParams
@@ -165,12 +166,16 @@ class Engine:
         """
         steps_ms = np.array(self._times.step_s) * 1e3
         plan, memory = self.plan, self.memory
+        watch = memory.guard_watch
         return {
             "policy": memory.policy.name,
             "policy_is_learned": memory.policy.is_learned,
             "reader": "range",
             "slots_per_layer": plan.slots_per_layer,
             **memory.decode_counters.to_json(),
+            "fallback_share": None if watch is None else watch.fallback_share,
+            "falls": None if watch is None else watch.num_falls,
+            "returns": None if watch is None else watch.num_returns,
             "load_ms": round(self._load_s * 1e3, 3),
             "ttft_ms": None if self._times.ttft_s is None else round(self._times.ttft_s * 1e3, 3),
             "tpot_ms": {
@@ -183,6 +188,11 @@ class Engine:
             "peak_rss_bytes": peak_rss_bytes(),
             "prefill": memory.prefill_counters.to_json(),
         }
+
+    def take_notes(self) -> list[str]:
+        """What a person should know, a line each, and was not told by an earlier call."""
+        watch = self.memory.guard_watch
+        return [] if watch is None else watch.take_notes()
 
     def summary_line(self) -> str:
         """The last generation in one line for a person."""
@@ -270,6 +280,7 @@ def load(
     memory_limit: str | None = None,
     policy: str = "lru",
     policy_trace: str | os.PathLike[str] | None = None,
+    guard: bool | None = None,
     max_context: int | None = None,
     batch_size: int = 1,
     record_trace: bool = False,
@@ -286,6 +297,7 @@ def load(
         memory_limit: bytes for the whole process (`4GiB`), on the CPU backend.
         policy: eviction policy, one of `flashmoe_jax.policy.POLICIES`.
         policy_trace: trace whose popular experts `static` keeps; None for those that the model directory brings.
+        guard: whether a learned policy falls back to `decayed` where it reads more; None for yes.
         max_context: tokens per sequence, prompt and output; None for the model's own maximum, at most 4096.
         batch_size: most sequences generated together.
         record_trace: whether to record the routing of every token.
@@ -309,6 +321,7 @@ def load(
     request = Request(context=_context(config, max_context), batch_size=batch_size)
     device = jax.devices()[0]
     chosen = _policy(policy, policy_trace, config, directory.path)
+    guard_window = _guard_window(chosen, guard)
     jax.block_until_ready(jax.device_put(np.zeros(1), device))  # the backend's own memory counts as runtime
     runtime_bytes = rss_bytes() + COMPILED_BYTES
     is_cpu = device.platform == "cpu"
@@ -326,7 +339,7 @@ def load(
     )
     sharding = jax.sharding.SingleDeviceSharding(device)
     dense = split_dense_weights(config, directory.load_dense(sharding), device)
-    memory = ExpertMemory(config, dense, directory.store(), chosen, plan, device)
+    memory = ExpertMemory(config, dense, directory.store(), chosen, plan, device, guard_window=guard_window)
     return Engine(
         directory=directory,
         dense=dense,
@@ -363,6 +376,15 @@ def _policy(name: str, policy_trace: str | os.PathLike[str] | None, config: Mode
     else:
         counts = load_popularity(brought) if brought.exists() else None
     return make_policy(name, shape, counts)
+
+
+def _guard_window(policy: Policy, guard: bool | None) -> int | None:
+    if guard is not None and not policy.is_learned:
+        raise ConfigError(
+            f"the guard has an effect on learned policies only, and {policy.name} is none; leave the option out, or "
+            "choose a learned policy"
+        )
+    return WINDOW_STEPS if policy.is_learned and guard is not False else None
 
 
 def _device_bytes(device: jax.Device) -> int:

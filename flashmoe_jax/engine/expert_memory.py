@@ -16,6 +16,7 @@ from jax import Array
 from flashmoe_jax.config import ModelConfig
 from flashmoe_jax.engine.budget import MAX_READS_IN_FLIGHT, MemoryPlan
 from flashmoe_jax.engine.dense import DenseWeights, LayerKind
+from flashmoe_jax.engine.guard import init_guard, start_shadow
 from flashmoe_jax.engine.steps import (
     RowMap,
     StepState,
@@ -31,6 +32,7 @@ from flashmoe_jax.experts.slots import SlotBuffer, make_slot_buffer
 from flashmoe_jax.experts.store import ExpertStore
 from flashmoe_jax.policy.base import Policy, PolicyShape
 from flashmoe_jax.telemetry.counters import RefetchWatch, StageCounters
+from flashmoe_jax.telemetry.guard_watch import GuardWatch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,7 +47,12 @@ class Programs:
 
 
 class ExpertMemory:
-    """Slots, who is in them, and how they change."""
+    """Slots, who is in them, and how they change.
+
+    Args:
+        slots: the buffer; None for one as the device needs it.
+        guard_window: steps, to put the policy under guard; None for no guard.
+    """
 
     def __init__(
         self,
@@ -56,6 +63,7 @@ class ExpertMemory:
         plan: MemoryPlan,
         device: jax.Device,
         slots: SlotBuffer | None = None,
+        guard_window: int | None = None,
     ):
         layout = store.layout
         self.config, self.policy, self.store, self.device = config, policy, store, device
@@ -67,7 +75,9 @@ class ExpertMemory:
             self.rows.num_rows, layout.record_words, np.dtype(layout.word_dtype), device
         )
         self.fetcher = Fetcher(store, self.slots, layout.record_bytes, MAX_READS_IN_FLIGHT)
-        self.programs = _make_programs(dense, policy, self.rows, layout.fields)
+        self._guard_window = guard_window
+        self.guard_watch = None if guard_window is None else GuardWatch(policy.name, config.num_moe_layers)
+        self.programs = _make_programs(dense, policy, self.rows, layout.fields, guard_window)
         self.prefill_counters = StageCounters(layout.record_bytes)
         self.decode_counters = StageCounters(layout.record_bytes)
         self.refetch = RefetchWatch(
@@ -99,7 +109,15 @@ class ExpertMemory:
         """Forgets who is resident and what the policy saw."""
         self.fetcher.drain()
         self.state = self._initial_state()
+        if self.guard_watch is not None:
+            self.guard_watch.forget()
         self._is_whole = True
+
+    def prompt_is_done(self) -> None:
+        """Every prompt ends with this: what is measured against decode's rules starts from its residents."""
+        if self.state.guard is not None:
+            guard = start_shadow(self.state.guard, self.state.residency)
+            self.state = self.state._replace(guard=guard)
 
     def resident_experts(self) -> list[set[int]]:
         """Who is in the slots now, per MoE layer."""
@@ -115,14 +133,17 @@ class ExpertMemory:
     def _initial_state(self) -> StepState:
         L, E = self.config.num_moe_layers, self.config.num_experts
         shape = PolicyShape(L, E, self.config.experts_per_token)
-        state = StepState(init_residency(L, E, self.rows.num_slots), self.policy.init(shape))
+        guard = None if self._guard_window is None else init_guard(shape, self.rows.num_slots)
+        state = StepState(init_residency(L, E, self.rows.num_slots), self.policy.init(shape), guard)
         return jax.device_put(state, self.device)
 
 
-def _make_programs(dense: DenseWeights, policy: Policy, rows: RowMap, fields: Any) -> Programs:
+def _make_programs(
+    dense: DenseWeights, policy: Policy, rows: RowMap, fields: Any, guard_window: int | None
+) -> Programs:
     kinds = set(dense.kinds)
     return Programs(
-        decode={kind: make_decode_step(kind, policy, rows) for kind in kinds if kind.is_moe},
+        decode={kind: make_decode_step(kind, policy, rows, guard_window) for kind in kinds if kind.is_moe},
         prefill={kind: make_prefill_step(kind, policy) for kind in kinds if kind.is_moe},
         dense={kind: make_dense_step(kind) for kind in kinds if not kind.is_moe},
         expert_ffn=make_expert_ffn(fields),

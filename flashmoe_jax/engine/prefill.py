@@ -82,6 +82,7 @@ def prefill_prompt(
         x_BTD = _run_experts(memory, moe_layer, plan, output).reshape(B, T, -1)
         chosen[:, :, moe_layer] = plan.expert_BTX
         moe_layer += 1
+    memory.prompt_is_done()
     lengths_B = valid_BT.sum(axis=1)
     memory.num_tokens += int(lengths_B.max())
     memory.prefill_counters.tokens += int(lengths_B.sum())

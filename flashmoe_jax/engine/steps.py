@@ -15,6 +15,7 @@ import numpy as np
 from jax import Array, lax
 
 from flashmoe_jax.engine.dense import LayerKind, Leaves
+from flashmoe_jax.engine.guard import GuardState, guard_step, guarded_keep, guarded_prompt_keep, see_token
 from flashmoe_jax.experts.ffn import add_expert_outputs, expert_ffn, expert_ffn_group
 from flashmoe_jax.experts.residency import Residency, fill_free_slots, plan_step
 from flashmoe_jax.models.attention import KVCache
@@ -44,6 +45,7 @@ class StepState(NamedTuple):
 
     residency: Residency
     policy: Any  # the policy's own NamedTuple
+    guard: GuardState | None = None  # of a learned policy
 
 
 class DecodeOutput(NamedTuple):
@@ -68,11 +70,16 @@ class DecodePlan(NamedTuple):
     miss_expert: np.ndarray  # of the misses alone, best first
     miss_slot: np.ndarray  # num_slots + i is place i of the surplus
     evicted: np.ndarray  # -1 = none
+    is_fallback: bool  # the guard let `decayed` choose who left
 
 
 @functools.lru_cache(maxsize=64)
-def make_decode_step(kind: LayerKind, policy: Policy, rows: RowMap) -> Any:
-    """The jitted decode step of one MoE layer kind; cache and state are donated."""
+def make_decode_step(kind: LayerKind, policy: Policy, rows: RowMap, guard_window: int | None = None) -> Any:
+    """The jitted decode step of one MoE layer kind; cache and state are donated.
+
+    Args:
+        guard_window: steps, for a policy under guard; None for one that is not.
+    """
 
     def step(
         leaves: Leaves,
@@ -96,9 +103,18 @@ def make_decode_step(kind: LayerKind, policy: Policy, rows: RowMap) -> Any:
         expert_BX = jnp.where(active_B[:, None], expert_BX, -1)
         with jax.named_scope("policy"):
             policy_state = policy.update(state.policy, layer, expert_BX, logits_BE, hidden_BD)
-            residency, plan = plan_step(
-                state.residency, layer, expert_BX, lambda: policy.score(policy_params, policy_state, layer)
-            )
+
+            def keep() -> Array:
+                return policy.score(policy_params, policy_state, layer)
+
+            guard, is_fallback = state.guard, jnp.zeros((1,), jnp.int32)
+            if guard is None:
+                residency, plan = plan_step(state.residency, layer, expert_BX, keep)
+            else:
+                assert guard_window is not None
+                guard = guard_step(guard, state.residency, layer, expert_BX, guard_window)
+                is_fallback = guard.is_fallback[layer][None].astype(jnp.int32)
+                residency, plan = plan_step(state.residency, layer, expert_BX, lambda: guarded_keep(guard, layer, keep))
         R = rows.num_slots
         staged_BX = rows.num_layers * R + (plan.slot - R) % rows.num_staging
         row_BX = jnp.where(plan.slot < R, layer * R + plan.slot, staged_BX)
@@ -111,11 +127,12 @@ def make_decode_step(kind: LayerKind, policy: Policy, rows: RowMap) -> Any:
                 plan.miss_expert,
                 plan.miss_slot,
                 plan.evicted,
+                is_fallback,
             ]
         )
         output = DecodeOutput(x_BD, h_BD, dense_BD, routing.weight, row_BX, plan.is_hit, miss_BX, logits_BE)
         assert new_cache is not None
-        return output, new_cache, StepState(residency, policy_state), packed
+        return output, new_cache, StepState(residency, policy_state, guard), packed
 
     return jax.jit(step, donate_argnames=("cache", "state"))
 
@@ -128,7 +145,13 @@ def unpack_decode(packed: np.ndarray, batch: int, top_k: int, num_experts: int) 
     miss_expert, miss_slot, evicted = (packed[3 * pairs + i * most :][:most] for i in range(3))
     num_misses = int(np.count_nonzero(miss_expert >= 0))
     return DecodePlan(
-        expert, slot, hit.astype(bool), miss_expert[:num_misses], miss_slot[:num_misses], evicted[:num_misses]
+        expert,
+        slot,
+        hit.astype(bool),
+        miss_expert[:num_misses],
+        miss_slot[:num_misses],
+        evicted[:num_misses],
+        bool(packed[-1]),
     )
 
 
@@ -183,13 +206,21 @@ def make_prefill_step(kind: LayerKind, policy: Policy) -> Any:
         expert_TX, logits_TE, hidden_TD = lax.optimization_barrier((routing.expert_id, routing.logits, h_TD))
         expert_BTX = jnp.where(valid_BT[..., None], expert_TX.reshape(B, T, -1), -1)
 
-        def one_token(policy_state: Any, token: tuple[Array, ...]) -> tuple[Any, None]:
-            return policy.update(policy_state, layer, *token), None
+        def one_token(states: tuple[Any, GuardState | None], token: tuple[Array, ...]) -> tuple[Any, None]:
+            policy_state, guard = states
+            policy_state = policy.update(policy_state, layer, *token)
+            return (policy_state, None if guard is None else see_token(guard, layer, token[0])), None
 
         with jax.named_scope("policy"):
             per_token = (expert_BTX, logits_TE.reshape(B, T, -1), hidden_TD.reshape(B, T, D))
-            policy_state, _ = lax.scan(one_token, state.policy, tuple(jnp.moveaxis(a, 1, 0) for a in per_token))
-            keep_E = policy.score(policy_params, policy_state, layer)
+            (policy_state, guard), _ = lax.scan(
+                one_token, (state.policy, state.guard), tuple(jnp.moveaxis(a, 1, 0) for a in per_token)
+            )
+
+            def keep() -> Array:
+                return policy.score(policy_params, policy_state, layer)
+
+            keep_E = keep() if guard is None else guarded_prompt_keep(guard, layer, keep)
             E = keep_E.shape[0]
             flat = jnp.where(expert_BTX < 0, E, expert_BTX).reshape(-1)
             needed_E = jnp.zeros((E,), bool).at[flat].set(True, mode="drop")
@@ -205,7 +236,7 @@ def make_prefill_step(kind: LayerKind, policy: Policy) -> Any:
         )
         output = PrefillOutput(x_BTD.reshape(B * T, D), h_TD, dense_TD, routing.weight, logits_TE)
         assert new_cache is not None
-        return output, new_cache, StepState(residency, policy_state), packed
+        return output, new_cache, StepState(residency, policy_state, guard), packed
 
     return jax.jit(step, donate_argnames=("x_BTD", "cache", "state"), static_argnames="attend_length")
 
