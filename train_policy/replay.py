@@ -16,8 +16,9 @@ from typing import Any
 
 import numpy as np
 
+from flashmoe_jax.engine.guard import WINDOW_STEPS
 from flashmoe_jax.errors import ConfigError
-from flashmoe_jax.policy import POLICIES, STATIC_NAME, PolicyShape, load_popularity, make_policy
+from flashmoe_jax.policy import POLICIES, STATIC_NAME, Policy, PolicyShape, load_popularity, make_policy
 from flashmoe_jax.telemetry.counters import REFETCH_TOKENS
 from flashmoe_jax.telemetry.trace import Trace, popularity
 from train_policy.policies.arc import replay_arc
@@ -25,8 +26,8 @@ from train_policy.policies.lecar import replay_lecar
 from train_policy.policies.optimal import replay_bypass
 from train_policy.policies.queues import replay_fifo, replay_lfu_resident
 from train_policy.policies.s3fifo import replay_s3fifo
-from train_policy.replay_keep import min_keep, policy_keep, random_keep, window_keep
-from train_policy.replay_slots import Counts, SlotRun, replay_slots, split_counts, thread_pool
+from train_policy.replay_keep import beside, min_keep, policy_keep, random_keep, window_keep
+from train_policy.replay_slots import Counts, SlotRun, replay_guarded, replay_slots, split_counts, thread_pool
 from train_policy.replay_steps import Mode, Steps, make_steps
 
 # Policies that are a loop of their own, with no keep value that prefill could ask for.
@@ -64,6 +65,8 @@ class Replayer:
         num_staging: records of the engine's prefill ring, for Mode.ENGINE.
         seed: of random and lecar.
         counts: `[L, E]` uses that `static` keeps; None for those of the trace itself, which is hindsight.
+        guard: whether learned policies are under guard.
+        guard_window: steps, the guard's.
     """
 
     def __init__(
@@ -75,11 +78,14 @@ class Replayer:
         num_staging: int = DEFAULT_STAGING,
         seed: int = 0,
         counts: np.ndarray | None = None,
+        guard: bool = False,
+        guard_window: int = WINDOW_STEPS,
     ):
         self.steps: Steps = make_steps(trace, mode, reset=reset)
         self.mode, self._num_staging, self._seed = mode, num_staging, seed
         self._trace, self._counts = trace, counts
         self._top_k = trace.ids.shape[2]
+        self._guard, self._allowed_reads = guard, guard_window * self._top_k
 
     def check(self, policy: str, slots: Sequence[int]) -> None:
         """Refuses what `replay` refuses, and numbers of slots that the engine refuses: a token's experts must fit.
@@ -97,25 +103,37 @@ class Replayer:
                     f"{self.steps.num_experts}: give {smallest} to {self.steps.num_experts}"
                 )
 
-    def replay(self, policy: str, slots: Sequence[int], *, log_victims: bool = False) -> list[Result]:
+    def replay(self, policy: str | Policy, slots: Sequence[int], *, log_victims: bool = False) -> list[Result]:
         """Replays one policy for several numbers of slots per layer.
 
         Args:
-            policy: one of NAMES, `min-window:W` with a number for W, or a folder or file that `fit` wrote.
+            policy: one of NAMES, `min-window:W` with a number for W, a folder or file that `fit` wrote, or a
+                policy of the engine whose layers do not look at each other.
             slots: numbers of slots per layer, each at least 1.
             log_victims: whether `run.victims` says who left when; not for policies that are a loop of their own.
 
         Raises:
             ConfigError: an unknown policy, one of another model, or one without a prefill rule in Mode.ENGINE.
         """
+        if isinstance(policy, Policy):
+            keep = policy_keep(policy, self.steps, self._top_k)
+            runs = self._run_keep(keep, slots, log_victims, is_guarded=policy.is_learned and self._guard)
+            return [Result(policy.name, r, run) for r, run in zip(slots, runs, strict=True)]
         loop = self._loop_of(policy)
         if loop is not None:
             runs = self._run_loop(loop, slots)
         else:
-            runs = replay_slots(
-                self.steps, self._keep_of(policy)(), slots, num_staging=self._num_staging, log_victims=log_victims
-            )
+            runs = self._run_keep(self._keep_of(policy)(), slots, log_victims, is_guarded=False)
         return [Result(policy, r, run) for r, run in zip(slots, runs, strict=True)]
+
+    def _run_keep(
+        self, keep: Iterator[np.ndarray], slots: Sequence[int], log_victims: bool, *, is_guarded: bool
+    ) -> list[SlotRun]:
+        options: dict[str, Any] = {"num_staging": self._num_staging, "log_victims": log_victims}
+        if not is_guarded:
+            return replay_slots(self.steps, keep, slots, **options)
+        pairs = beside(keep, self._keep_of("decayed")())
+        return replay_guarded(self.steps, pairs, slots, allowed_reads=self._allowed_reads, **options)
 
     def _loop_of(self, policy: str) -> Callable[..., None] | None:
         if policy in _LOOPS and policy != "min-bypass" and self.mode is Mode.ENGINE:
@@ -197,9 +215,14 @@ def summary(result: Result, best: Result, steps: Steps) -> dict[str, Any]:
         `hit_rate`, `reads_per_token` (and layer), `refetch_5` (share of evicted experts asked for again within 5
         tokens), `regret` (misses ÷ MIN's) and sums over layers, each of decode; in Mode.ENGINE with what prefill had
         under `prefill`. None where nothing was counted.
+        For a policy under guard also `fallback_share`, of layers and decode steps.
     """
     row: dict[str, Any] = {"policy": result.policy, "slots": result.slots}
     row |= _stage(result.run.decode, best.run.decode, int(steps.num_rows[0]))
+    guard = result.run.guard
+    if guard is not None:
+        num_steps = int(guard.steps.sum())
+        row["fallback_share"] = int(guard.fallback_steps.sum()) / num_steps if num_steps else None
     if steps.is_prefill.any():
         row["prefill"] = _stage(result.run.prefill, best.run.prefill, int(steps.num_rows[1]))
     return row

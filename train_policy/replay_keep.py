@@ -88,6 +88,13 @@ def window_keep(steps: Steps, window: int, beyond: Iterator[np.ndarray]) -> Iter
         yield np.where(distance <= window, np.float32(FARTHEST) - distance, rest.take(len(distance)))
 
 
+def beside(keep: Iterator[np.ndarray], other: Iterator[np.ndarray]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Chunks of `keep`, each with the rows of `other` for the same steps."""
+    rows = _Rows(other)
+    for chunk in keep:
+        yield chunk, rows.take(len(chunk))
+
+
 class _Rows:
     """Chunks of any size, taken as chunks of another."""
 
