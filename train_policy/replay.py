@@ -110,7 +110,7 @@ class Replayer:
             policy: one of NAMES, `min-window:W` with a number for W, a folder or file that `fit` wrote, or a
                 policy of the engine whose layers do not look at each other.
             slots: numbers of slots per layer, each at least 1.
-            log_victims: whether `run.victims` says who left when; not for policies that are a loop of their own.
+            log_victims: whether `run.victims` says who left when; not for min-bypass.
 
         Raises:
             ConfigError: an unknown policy, one of another model, or one without a prefill rule in Mode.ENGINE.
@@ -121,7 +121,7 @@ class Replayer:
             return [Result(policy.name, r, run) for r, run in zip(slots, runs, strict=True)]
         loop = self._loop_of(policy)
         if loop is not None:
-            runs = self._run_loop(loop, slots)
+            runs = self._run_loop(loop, slots, log_victims and policy != "min-bypass")
         else:
             runs = self._run_keep(self._keep_of(policy)(), slots, log_victims, is_guarded=False)
         return [Result(policy, r, run) for r, run in zip(slots, runs, strict=True)]
@@ -142,9 +142,10 @@ class Replayer:
             )
         return _LOOPS.get(policy)
 
-    def _run_loop(self, loop: Callable[..., None], slots: Sequence[int]) -> list[SlotRun]:
+    def _run_loop(self, loop: Callable[..., None], slots: Sequence[int], log_victims: bool) -> list[SlotRun]:
         steps = self.steps
         counts = np.zeros((len(slots), steps.num_layers, 2, 4), np.int64)
+        victims = [[np.zeros((len(r.ids) * log_victims, 2), np.int32) for r in steps.layers] for _ in slots]
         with thread_pool() as pool:
             tasks: list[Future] = [
                 pool.submit(
@@ -155,13 +156,20 @@ class Replayer:
                     REFETCH_TOKENS,
                     (self._seed * 1000 + layer) % 2**32,
                     counts[place, layer],
+                    victims[place][layer],
                 )
                 for layer in range(steps.num_layers)
                 for place, number in enumerate(slots)
             ]
             for task in tasks:
                 task.result()
-        return [SlotRun(*split_counts(of_slots)) for of_slots in counts]
+        runs = []
+        for of_slots, logs in zip(counts, victims, strict=True):
+            run = SlotRun(*split_counts(of_slots))
+            if log_victims:
+                run = run._replace(victims=[log[:n] for log, n in zip(logs, run.decode.evictions, strict=True)])
+            runs.append(run)
+        return runs
 
     def _keep_of(self, policy: str) -> Callable[[], Iterator[np.ndarray]]:
         """What gives the keep values of a policy; raises for a policy that is none."""

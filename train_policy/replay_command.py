@@ -82,8 +82,8 @@ def run(args: argparse.Namespace) -> int:
 
 def replay_rows(args: argparse.Namespace) -> list[dict[str, Any]]:
     """One row per policy and number of slots."""
-    policies = _list(args.policies, "--policies")
-    wanted_slots = _list(args.slots, "--slots")
+    policies = entries(args.policies, "--policies")
+    wanted_slots = entries(args.slots, "--slots")
     for text in wanted_slots:
         _parse_slots(text)
     if args.as_engine and args.per_access:
@@ -123,7 +123,7 @@ def replay_rows(args: argparse.Namespace) -> list[dict[str, Any]]:
         seed=args.seed,
         counts=counts,
     )
-    slots = [_slots(text, num_experts) for text in wanted_slots]
+    slots = [slots_of(text, num_experts) for text in wanted_slots]
     for policy in policies:
         replayer.check(policy, slots)
     say(f"{num_rows} tokens, {num_layers} layers x {num_experts} experts, {top_k} per token")
@@ -163,7 +163,8 @@ def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.4f}"
 
 
-def _list(text: str, option: str) -> list[str]:
+def entries(text: str, option: str) -> list[str]:
+    """What is between the commas, each once."""
     parts = [part.strip() for part in text.split(",")]
     if not all(parts):
         raise ConfigError(f"{option} {text!r} has an empty entry; separate entries by single commas")
@@ -179,6 +180,7 @@ def _parse_slots(text: str) -> tuple[int | None, float]:
     raise ConfigError(f"slots {text!r} is not understood; write for example 16 or 25%")
 
 
-def _slots(text: str, num_experts: int) -> int:
+def slots_of(text: str, num_experts: int) -> int:
+    """Slots per layer of `16` or `25%`."""
     number, percent = _parse_slots(text)
     return int(percent * num_experts / 100) if number is None else number

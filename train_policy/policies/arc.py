@@ -18,7 +18,13 @@ _NOWHERE, _T1, _T2, _B1, _B2 = (np.int8(i) for i in range(5))
 
 @kernel
 def replay_arc(
-    requests: Requests, num_experts: int, num_slots: int, refetch_tokens: int, seed: int, counts: np.ndarray
+    requests: Requests,
+    num_experts: int,
+    num_slots: int,
+    refetch_tokens: int,
+    seed: int,
+    counts: np.ndarray,
+    victims: np.ndarray,
 ) -> None:
     """ARC over one layer."""
     queue = np.zeros(num_experts, np.int8)
@@ -78,6 +84,8 @@ def replay_arc(
                 ghosts = _B1 if from_t1 else _B2
                 _move(victim, ghosts if leaves_ghost else _NOWHERE, now, queue, turn, size)
                 evicted_at[victim] = requests.last_token[step]
+                if len(victims):
+                    victims[counts[0, EVICTIONS], 0], victims[counts[0, EVICTIONS], 1] = step, victim
                 counts[0, EVICTIONS] += 1
             now += 1
             _move(expert, _T1 if was == _NOWHERE else _T2, now, queue, turn, size)

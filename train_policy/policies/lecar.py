@@ -19,7 +19,13 @@ _NO_GHOST, _BY_LRU, _BY_LFU = 0, 1, 2
 
 @kernel
 def replay_lecar(
-    requests: Requests, num_experts: int, num_slots: int, refetch_tokens: int, seed: int, counts: np.ndarray
+    requests: Requests,
+    num_experts: int,
+    num_slots: int,
+    refetch_tokens: int,
+    seed: int,
+    counts: np.ndarray,
+    victims: np.ndarray,
 ) -> None:
     """LeCaR over one layer."""
     np.random.seed(seed)
@@ -94,6 +100,8 @@ def replay_lecar(
                         _forget_oldest(ghost_of, left_at, chooser)
                 is_resident[victim] = False
                 evicted_at[victim] = requests.last_token[step]
+                if len(victims):
+                    victims[counts[0, EVICTIONS], 0], victims[counts[0, EVICTIONS], 1] = step, victim
                 counts[0, EVICTIONS] += 1
                 num_resident -= 1
             uses[expert], turn[expert] = 1, now

@@ -68,11 +68,18 @@ def write_distances(
 
 @kernel
 def replay_bypass(
-    requests: Requests, num_experts: int, num_slots: int, refetch_tokens: int, seed: int, counts: np.ndarray
+    requests: Requests,
+    num_experts: int,
+    num_slots: int,
+    refetch_tokens: int,
+    seed: int,
+    counts: np.ndarray,
+    victims: np.ndarray,
 ) -> None:
     """MIN with bypass: after every step the R experts that are used soonest stay, of the residents and the step's own.
 
-    A step's own experts need not stay, in decode and in prefill alike, so that it bounds the engine's rules too.
+    A step's own experts need not stay, in decode and in prefill alike, so that it bounds the engine's rules too. Who
+    leaves is not noted: what is read and not kept was never a resident that another might have kept.
     """
     next_step = next_use(requests, num_experts)
     upcoming = np.full(num_experts, NEVER)

@@ -3,8 +3,9 @@
 Published per access. The step-atomic form, here and in the other files of this folder: the step's resident experts are
 looked up first, then its missing ones are admitted one by one, both in ascending order of their ids, each as the
 original treats one access; the step's own experts are passed over when a victim is chosen, and once nobody else is left
-the others are streamed, which leaves no trace. With one id per step nothing can be passed over, and that is the
-original, in libCacheSim's reading, miss for miss.
+the others are streamed, which leaves no trace. Who leaves is noted in `victims` (step and expert, in order), where that
+has rows. With one id per step nothing can be passed over, and that is the original, in libCacheSim's reading, miss for
+miss.
 """
 
 import numpy as np
@@ -17,25 +18,43 @@ _LONG_AGO = -(10**9)
 
 
 def replay_fifo(
-    requests: Requests, num_experts: int, num_slots: int, refetch_tokens: int, seed: int, counts: np.ndarray
+    requests: Requests,
+    num_experts: int,
+    num_slots: int,
+    refetch_tokens: int,
+    seed: int,
+    counts: np.ndarray,
+    victims: np.ndarray,
 ) -> None:
     """First in, first out."""
-    _replay_one_queue(requests, num_experts, num_slots, refetch_tokens, False, counts)
+    _replay_one_queue(requests, num_experts, num_slots, refetch_tokens, False, counts, victims)
 
 
 def replay_lfu_resident(
-    requests: Requests, num_experts: int, num_slots: int, refetch_tokens: int, seed: int, counts: np.ndarray
+    requests: Requests,
+    num_experts: int,
+    num_slots: int,
+    refetch_tokens: int,
+    seed: int,
+    counts: np.ndarray,
+    victims: np.ndarray,
 ) -> None:
     """The least often used since its admission leaves first, among equals the least recently used.
 
     The engine's `lfu` counts on while an expert is not resident; caches of the literature forget.
     """
-    _replay_one_queue(requests, num_experts, num_slots, refetch_tokens, True, counts)
+    _replay_one_queue(requests, num_experts, num_slots, refetch_tokens, True, counts, victims)
 
 
 @kernel
 def _replay_one_queue(
-    requests: Requests, num_experts: int, num_slots: int, refetch_tokens: int, by_frequency: bool, counts: np.ndarray
+    requests: Requests,
+    num_experts: int,
+    num_slots: int,
+    refetch_tokens: int,
+    by_frequency: bool,
+    counts: np.ndarray,
+    victims: np.ndarray,
 ) -> None:
     """The lowest (uses, turn) leaves first; a hit changes them only where frequency counts."""
     is_resident, is_pinned = np.zeros(num_experts, np.bool_), np.zeros(num_experts, np.bool_)
@@ -82,6 +101,8 @@ def _replay_one_queue(
                         victim = other
                 is_resident[victim] = False
                 evicted_at[victim] = requests.last_token[step]
+                if len(victims):
+                    victims[counts[0, EVICTIONS], 0], victims[counts[0, EVICTIONS], 1] = step, victim
                 counts[0, EVICTIONS] += 1
                 num_resident -= 1
             now += 1

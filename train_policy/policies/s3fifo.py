@@ -23,7 +23,13 @@ _CLOCK_MAX = 3
 
 @kernel
 def replay_s3fifo(
-    requests: Requests, num_experts: int, num_slots: int, refetch_tokens: int, seed: int, counts: np.ndarray
+    requests: Requests,
+    num_experts: int,
+    num_slots: int,
+    refetch_tokens: int,
+    seed: int,
+    counts: np.ndarray,
+    victims: np.ndarray,
 ) -> None:
     """S3-FIFO over one layer."""
     small_size, num_ghosts = max(int(num_slots * 0.1), 1), int(num_slots * 0.9)
@@ -68,6 +74,8 @@ def replay_s3fifo(
                 from_main = size[_MAIN] > num_slots - small_size
                 now, victim = _evict(queue, size, turn, hits, ghost_turn, is_pinned, from_main, num_ghosts, now)
                 evicted_at[victim] = requests.last_token[step]
+                if len(victims):
+                    victims[counts[0, EVICTIONS], 0], victims[counts[0, EVICTIONS], 1] = step, victim
                 counts[0, EVICTIONS] += 1
             elif not has_evicted and size[_SMALL] >= small_size:
                 to_main = True
