@@ -60,27 +60,27 @@ def plan_step(
     """
     E, R = residency.slot_of_expert.shape[1], residency.expert_of_slot.shape[1]
     M = min(expert_id_BX.size, E)
-    slot_E = residency.slot_of_expert[layer]
+    # Only rows go through the branch: XLA may copy whatever does.
+    slot_E, expert_R = residency.slot_of_expert[layer], residency.expert_of_slot[layer]
     takes_part_BX = expert_id_BX >= 0
     index_BX = jnp.where(takes_part_BX, expert_id_BX, E)
     needed_E = jnp.zeros((E,), bool).at[index_BX.reshape(-1)].set(True, mode="drop")
     missed_E = needed_E & (slot_E < 0)
 
-    def admit(_: None) -> tuple[Residency, Array, Array, Array, Array]:
+    def admit(_: None) -> tuple[Array, ...]:
         keep_E = keep_value()
-        expert_R = residency.expert_of_slot[layer]
         is_free_R = expert_R < 0
         occupant_R = jnp.where(is_free_R, 0, expert_R)
         value_R = jnp.where(needed_E[occupant_R], jnp.inf, keep_E[occupant_R])
         value_R = jnp.where(is_free_R, -jnp.inf, value_R)
         num_available = jnp.sum(value_R < jnp.inf)
         place_M = jnp.arange(M)
-        best_first_E = stable_order(jnp.where(missed_E, -keep_E, jnp.inf))
+        best_first_M = lowest(jnp.where(missed_E, -keep_E, jnp.inf), M)
         is_miss_M = place_M < jnp.sum(missed_E)
-        miss_expert_M = jnp.where(is_miss_M, best_first_E[:M], -1)
+        miss_expert_M = jnp.where(is_miss_M, best_first_M, -1)
         admitted_M = is_miss_M & (place_M < num_available)
-        victim_R = stable_order(value_R)
-        admitted_slot_M = victim_R[jnp.minimum(place_M, R - 1)]
+        first_slots = lowest(value_R, min(M, R))
+        admitted_slot_M = first_slots[jnp.minimum(place_M, len(first_slots) - 1)]
         miss_slot_M = jnp.where(admitted_M, admitted_slot_M, R + place_M - num_available).astype(jnp.int32)
         miss_slot_M = jnp.where(is_miss_M, miss_slot_M, -1)
         evicted_M = jnp.where(admitted_M, expert_R[admitted_slot_M], -1)
@@ -90,17 +90,14 @@ def plan_step(
         new_slot_E = new_slot_E.at[arriving_M].set(miss_slot_M, mode="drop")
         new_expert_R = expert_R.at[jnp.where(admitted_M, miss_slot_M, R)].set(miss_expert_M, mode="drop")
         streamed_E = new_slot_E.at[jnp.where(is_miss_M, miss_expert_M, E)].set(miss_slot_M, mode="drop")
-        after = Residency(
-            residency.slot_of_expert.at[layer].set(new_slot_E),
-            residency.expert_of_slot.at[layer].set(new_expert_R),
-        )
-        return after, streamed_E, miss_expert_M, miss_slot_M, evicted_M
+        return new_slot_E, new_expert_R, streamed_E, miss_expert_M, miss_slot_M, evicted_M
 
-    def nothing(_: None) -> tuple[Residency, Array, Array, Array, Array]:
+    def nothing(_: None) -> tuple[Array, ...]:
         none_M = jnp.full((M,), -1, jnp.int32)
-        return residency, slot_E, none_M, none_M, none_M
+        return slot_E, expert_R, slot_E, none_M, none_M, none_M
 
-    after, place_E, miss_expert, miss_slot, evicted = lax.cond(jnp.any(missed_E), admit, nothing, None)
+    after_E, after_R, place_E, miss_expert, miss_slot, evicted = lax.cond(jnp.any(missed_E), admit, nothing, None)
+    after = Residency(residency.slot_of_expert.at[layer].set(after_E), residency.expert_of_slot.at[layer].set(after_R))
     slot_BX = jnp.where(takes_part_BX, place_E[jnp.maximum(expert_id_BX, 0)], -1)
     is_hit_BX = takes_part_BX & (slot_E[jnp.maximum(expert_id_BX, 0)] >= 0)
     return after, StepPlan(slot_BX, is_hit_BX, miss_expert, miss_slot, evicted)
@@ -113,8 +110,8 @@ def fill_free_slots(residency: Residency, layer: Array, needed_E: Array, keep_E:
     missed_E = needed_E & (slot_E < 0)
     M = min(E, R)
     place_M = jnp.arange(M)
-    best_first_M = stable_order(jnp.where(missed_E, -keep_E, jnp.inf))[:M]
-    free_first_M = stable_order((expert_R >= 0).astype(jnp.float32))[:M]
+    best_first_M = lowest(jnp.where(missed_E, -keep_E, jnp.inf), M)
+    free_first_M = lowest((expert_R >= 0).astype(jnp.float32), M)
     admitted_M = place_M < jnp.minimum(jnp.sum(missed_E), jnp.sum(expert_R < 0))
     new_slot_E = slot_E.at[jnp.where(admitted_M, best_first_M, E)].set(free_first_M, mode="drop")
     new_expert_R = expert_R.at[jnp.where(admitted_M, free_first_M, R)].set(best_first_M, mode="drop")
@@ -124,16 +121,10 @@ def fill_free_slots(residency: Residency, layer: Array, needed_E: Array, keep_E:
     )
 
 
-def stable_order(key: Array) -> Array:
-    """Indices that sort `key` `[n]` ascending, ties by index; int32.
-
-    Counts smaller keys instead of sorting: for a layer's experts that is less work than XLA's sort, and a program
-    with a sort takes seconds to compile.
-    """
-    index = jnp.arange(key.shape[0], dtype=jnp.int32)
-    comes_before = (key[None, :] < key[:, None]) | ((key[None, :] == key[:, None]) & (index[None, :] < index[:, None]))
-    rank = jnp.sum(comes_before, axis=1, dtype=jnp.int32)
-    return jnp.zeros_like(index).at[rank].set(index)
+def lowest(key: Array, count: int) -> Array:
+    """Indices of the `count` lowest of `key` `[n]`, ascending, ties by index; int32."""
+    # top_k puts -0 below 0.
+    return lax.top_k(-jnp.where(key == 0, 0.0, key), count)[1]
 
 
 @jax.jit

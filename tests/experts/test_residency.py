@@ -7,14 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flashmoe_jax.experts.residency import (
-    Residency,
-    fill_free_slots,
-    init_residency,
-    plan_step,
-    replace,
-    stable_order,
-)
+from flashmoe_jax.experts.residency import Residency, fill_free_slots, init_residency, lowest, plan_step, replace
 
 LAYERS, EXPERTS, TOP_K = 2, 7, 2
 SLOTS = (2, 4, 7)
@@ -167,6 +160,8 @@ def test_replace_puts_one_expert_in_the_place_of_another():
 
 @deterministic
 @given(st.lists(st.sampled_from([-np.inf, -1.5, -0.0, 0.0, 2.0, np.inf]), min_size=9, max_size=9))
-def test_stable_order_is_a_stable_argsort(values: list[float]):
+def test_the_lowest_come_in_the_order_of_a_stable_sort(values: list[float]):
     key = np.array(values, np.float32)
-    np.testing.assert_array_equal(jax.jit(stable_order)(key), np.argsort(key, kind="stable"))
+    for count in (9, 4):
+        found = jax.jit(lowest, static_argnums=1)(key, count)
+        np.testing.assert_array_equal(found, np.argsort(key, kind="stable")[:count])
