@@ -3,54 +3,62 @@
 import numpy as np
 
 from flashmoe_jax.policy.base import HIDDEN, PolicyShape
-from flashmoe_jax.policy.learned import input_width
-from flashmoe_jax.policy.network import FloatLayer
+from flashmoe_jax.policy.history import SHIFTS, own_width
+from flashmoe_jax.policy.learned import SHARED_WIDTH, paper_width
 from flashmoe_jax.policy.saved import SavedPolicy
 
-# kind, shape of the network, activation
-KINDS = (
-    ("context", "layer", "relu"),
-    ("paper", "expert", "silu"),
-    ("paper", "layer", "silu"),
-    ("shared", "expert", "relu"),
-)
+# kind, shape of the network
+KINDS = (("context", ""), ("paper", "expert"), ("paper", "layer"), ("shared", ""))
 
 
 def random_policy(
     kind: str,
-    shape: str,
     model: PolicyShape,
     *,
-    activation: str = "relu",
+    shape: str = "",
     inputs: frozenset[str] = frozenset(),
     seed: int = 0,
     heads: int = 1,
     hidden: int = 16,
-    skip: bool = False,
+    shares_second: bool = False,
 ) -> SavedPolicy:
-    """Three random layers; with `skip` the last one sees the inputs too."""
+    """Three random layers."""
     random = np.random.default_rng(seed)
-    networks = 1 if kind == "shared" else model.num_layers
-    width = input_width(kind, shape, model, inputs)
-    outputs = model.num_experts if shape == "layer" else 1
+    L, E = model.num_layers, model.num_experts
 
-    def layer(*size: int) -> FloatLayer:
-        scale = 1 / np.sqrt(size[-1])
-        return FloatLayer(
-            random.normal(0, scale, (networks, *size)).astype(np.float32),
-            random.normal(0, scale, (networks, *size[:-1])).astype(np.float32),
-        )
+    def weights(*size: int) -> np.ndarray:
+        return random.normal(0, 1 / np.sqrt(size[-1]), size).astype(np.float32)
 
-    last = hidden + (width if skip else 0)
+    if kind == "context":
+        arrays = {
+            "upward": weights(L, E, hidden),
+            "downward": weights(L, E, hidden),
+            "first_kernel": weights(L, hidden, own_width(model, inputs)),
+            "first_bias": weights(L, hidden),
+            "second_kernel": weights(1 if shares_second else L, hidden, hidden),
+            "second_bias": weights(L, hidden),
+            "last_kernel": weights(L, heads, E, hidden),
+            "last_bias": weights(L, heads, E),
+            "own": weights(L, heads, len(SHIFTS)),
+            "first_peak": np.full(L, 2.0, np.float32),
+            "second_peak": np.full(L, 1.5, np.float32),
+        }
+    else:
+        networks = 1 if kind == "shared" else L
+        width = SHARED_WIDTH if kind == "shared" else paper_width(shape, model)
+        outputs = E if shape == "layer" else 1
+        arrays = {}
+        for i, (before, after) in enumerate(((width, hidden), (hidden, hidden), (hidden, outputs))):
+            arrays |= {f"kernel{i}": weights(networks, after, before), f"bias{i}": weights(networks, after)}
+        arrays |= {f"peak{i}": np.full(networks, 2.0, np.float32) for i in range(2)}
     shares = np.linspace(0, 1, heads) if heads > 1 else np.zeros(1)
     return SavedPolicy(
         kind=kind,
         shape=shape,
         model=model if HIDDEN in inputs else model._replace(hidden_size=0),
         inputs=inputs,
-        activation=activation,
-        layers=(layer(hidden, width), layer(hidden, hidden), layer(heads, outputs, last)),
-        peaks=(np.full(networks, 2.0, np.float32), np.full(networks, 1.5, np.float32)),
+        activation="silu" if kind == "paper" else "relu",
+        arrays=arrays,
         blend=tuple((float(s), tuple(row)) for s, row in zip(shares, np.eye(heads).tolist(), strict=True)),
         meta={"seed": seed},
     )

@@ -19,6 +19,7 @@ import numpy as np
 from flashmoe_jax.engine.guard import WINDOW_STEPS
 from flashmoe_jax.errors import ConfigError
 from flashmoe_jax.policy import POLICIES, STATIC_NAME, Policy, PolicyShape, load_popularity, make_policy
+from flashmoe_jax.policy.saved import POLICY_JSON, SavedPolicy, load_saved
 from flashmoe_jax.telemetry.counters import REFETCH_TOKENS
 from flashmoe_jax.telemetry.trace import Trace, popularity
 from train_policy.policies.arc import replay_arc
@@ -27,6 +28,7 @@ from train_policy.policies.optimal import replay_bypass
 from train_policy.policies.queues import replay_fifo, replay_lfu_resident
 from train_policy.policies.s3fifo import replay_s3fifo
 from train_policy.replay_keep import beside, min_keep, policy_keep, random_keep, window_keep
+from train_policy.replay_learned import check_inputs, learned_keep
 from train_policy.replay_slots import Counts, SlotRun, replay_guarded, replay_slots, split_counts, thread_pool
 from train_policy.replay_steps import Mode, Steps, make_steps
 
@@ -93,7 +95,9 @@ class Replayer:
         Raises:
             ConfigError: as `replay`.
         """
-        if self._loop_of(policy) is None:
+        if (saved := saved_policy(policy)) is not None:
+            check_inputs(self._networks(saved, slots)[0], self.steps)
+        elif self._loop_of(policy) is None:
             self._keep_of(policy)
         smallest = 1 if self.mode is Mode.ACCESS else self._top_k
         for number in slots:
@@ -103,12 +107,14 @@ class Replayer:
                     f"{self.steps.num_experts}: give {smallest} to {self.steps.num_experts}"
                 )
 
-    def replay(self, policy: str | Policy, slots: Sequence[int], *, log_victims: bool = False) -> list[Result]:
+    def replay(
+        self, policy: str | Policy | SavedPolicy, slots: Sequence[int], *, log_victims: bool = False
+    ) -> list[Result]:
         """Replays one policy for several numbers of slots per layer.
 
         Args:
-            policy: one of NAMES, `min-window:W` with a number for W, a folder or file that `fit` wrote, or a
-                policy of the engine whose layers do not look at each other.
+            policy: one of NAMES, `min-window:W` with a number for W, a folder or file that `fit` wrote, what such a
+                folder holds, or a policy of the engine whose layers do not look at each other.
             slots: numbers of slots per layer, each at least 1.
             log_victims: whether `run.victims` says who left when; not for min-bypass.
 
@@ -119,6 +125,13 @@ class Replayer:
             keep = policy_keep(policy, self.steps, self._top_k)
             runs = self._run_keep(keep, slots, log_victims, is_guarded=policy.is_learned and self._guard)
             return [Result(policy.name, r, run) for r, run in zip(slots, runs, strict=True)]
+        saved = policy if isinstance(policy, SavedPolicy) else saved_policy(policy)
+        if saved is not None:
+            keep = learned_keep(self._networks(saved, slots), self.steps, self._top_k)
+            runs = self._run_keep(keep, slots, log_victims, is_guarded=self._guard)
+            name = saved.kind if isinstance(policy, SavedPolicy) else policy
+            return [Result(name, r, run) for r, run in zip(slots, runs, strict=True)]
+        assert isinstance(policy, str)
         loop = self._loop_of(policy)
         if loop is not None:
             runs = self._run_loop(loop, slots, log_victims and policy != "min-bypass")
@@ -134,6 +147,13 @@ class Replayer:
             return replay_slots(self.steps, keep, slots, **options)
         pairs = beside(keep, self._keep_of("decayed")())
         return replay_guarded(self.steps, pairs, slots, allowed_reads=self._allowed_reads, **options)
+
+    def _networks(self, saved: SavedPolicy, slots: Sequence[int]) -> list[Policy]:
+        """The policy for each number of slots."""
+        steps = self.steps
+        hidden_size = steps.hidden.shape[2] if steps.hidden is not None else saved.model.hidden_size
+        shape = PolicyShape(steps.num_layers, steps.num_experts, self._top_k, hidden_size)
+        return [saved.policy(shape, r) for r in slots]
 
     def _loop_of(self, policy: str) -> Callable[..., None] | None:
         if policy in _LOOPS and policy != "min-bypass" and self.mode is Mode.ENGINE:
@@ -197,6 +217,11 @@ def _window(policy: str) -> int:
     if name != "min-window" or not text.isdecimal() or not 1 <= int(text) <= _MAX_WINDOW:
         raise ConfigError(f"policy {policy!r} is not understood; write min-window:W, W steps ahead, 1 to {_MAX_WINDOW}")
     return int(text)
+
+
+def saved_policy(policy: str) -> SavedPolicy | None:
+    """What a folder with a learned policy holds; None if `policy` is no such folder."""
+    return load_saved(Path(policy)) if (Path(policy) / POLICY_JSON).is_file() else None
 
 
 def _fitted(policy: str) -> np.ndarray:

@@ -117,7 +117,7 @@ def _scan(policy: Policy) -> Callable[..., tuple[Any, Array]]:
 
     def one_layer(params: Any, state: Any, ids_W: Array) -> tuple[Any, Array]:
         layer = jnp.int32(0)
-        state = policy.update(state, layer, ids_W[None], None, None)
+        state = policy.update(params, state, layer, ids_W[None], None, None)
         return state, policy.score(params, state, layer)
 
     def scores(params: Any, blank: Any, state: Any, ids: Array, is_fresh: Array) -> tuple[Any, Array]:

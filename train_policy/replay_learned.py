@@ -18,8 +18,9 @@ from jax import Array, lax
 from flashmoe_jax.errors import ConfigError
 from flashmoe_jax.policy import Policy, PolicyShape
 from flashmoe_jax.policy.base import HIDDEN, ROUTER_LOGITS
-from flashmoe_jax.policy.heuristics import UsageState
-from flashmoe_jax.policy.history import NEIGHBOURS, History, context_inputs
+from flashmoe_jax.policy.context import context_keep
+from flashmoe_jax.policy.heuristics import init_usage, update_usage
+from flashmoe_jax.policy.history import init_history, own_inputs, update_history
 from flashmoe_jax.policy.learned import keep_values, paper_inputs, shared_inputs
 from train_policy.replay_steps import Steps
 
@@ -28,11 +29,20 @@ _CHUNK_INTS = 1 << 24
 _MIN_CHUNK, _MAX_CHUNK = 64, 2048
 
 
-class InputChunk(NamedTuple):
-    """Network inputs of the next n steps."""
+class StateChunk(NamedTuple):
+    """State of a policy after each of the next n steps."""
 
     first: int  # step
-    inputs: list[np.ndarray]  # per layer asked for; float32 [n, F], [n, E, F] for a network per expert
+    num_steps: int  # n; the arrays have more rows, so that few shapes are compiled
+    rows: Any  # the policy's state, [rows, L, ...]
+    is_cold: np.ndarray  # [n] bool: the state before this step does not count
+
+
+class InputChunk(NamedTuple):
+    """Network inputs at each of the next n steps."""
+
+    inputs: list[np.ndarray]  # per layer asked for: `own_inputs` [n, F], `shared_inputs` [n, E, F], `paper_inputs`
+    used: np.ndarray  # uint8 [n, L, E] the sets that were chosen; none for `paper`
 
 
 def check_inputs(policy: Policy, steps: Steps) -> None:
@@ -49,19 +59,27 @@ def check_inputs(policy: Policy, steps: Steps) -> None:
             )
 
 
-def learned_keep(policy: Policy, steps: Steps, top_k: int) -> Iterator[np.ndarray]:
-    """Keep values of a learned policy, float32 `[n, L, E]` in chunks that together have one row per step."""
-    score = _network(policy.name)
-    for chunk in input_chunks(policy, steps, top_k):
-        keep = [score(params, x) for params, x in zip(policy.params, chunk.inputs, strict=True)]
-        yield np.stack([np.asarray(of_layer) for of_layer in keep], axis=1)
+def untrained(kind: str, inputs: frozenset[str] = frozenset()) -> Policy:
+    """A policy of a learned kind as training needs it: it keeps the state, and scores nothing."""
+    if kind == "paper":
+        return Policy(kind, init_usage, update_usage, _no_score, is_learned=True)
+    return Policy(kind, _init_untrained(inputs), update_history, _no_score, is_learned=True, inputs=inputs)
+
+
+def _no_score(params: Any, state: Any, layer: Array) -> Array:
+    raise NotImplementedError
+
+
+@functools.lru_cache(maxsize=8)
+def _init_untrained(inputs: frozenset[str]) -> Callable[[PolicyShape], Any]:
+    return functools.partial(init_history, vector_size=0, inputs=inputs)
 
 
 def input_chunks(policy: Policy, steps: Steps, top_k: int, layers: Sequence[int] | None = None) -> Iterator[InputChunk]:
-    """What the networks of a learned policy see at every step.
+    """What the networks of a learned policy see of their own layers at every step, and all layers' sets.
 
     Args:
-        policy: whose `update` and inputs are wanted; its params are not used.
+        policy: whose state is wanted; see `untrained`.
         steps: of the trace.
         top_k: experts per token.
         layers: MoE layers to make inputs for; None for all.
@@ -69,50 +87,79 @@ def input_chunks(policy: Policy, steps: Steps, top_k: int, layers: Sequence[int]
     Raises:
         ConfigError: as `check_inputs`.
     """
+    make = _inputs(policy.name)
+    for chunk in state_chunks(policy, steps, top_k):
+        wanted = range(steps.num_layers) if layers is None else layers
+        inputs = [np.asarray(make(_layer_of(chunk.rows, layer)))[: chunk.num_steps] for layer in wanted]
+        used = getattr(chunk.rows, "used", np.zeros((0, 0, 0)))
+        yield InputChunk(inputs, np.asarray(used[: chunk.num_steps], np.uint8))
+
+
+def learned_keep(policies: Sequence[Policy], steps: Steps, top_k: int) -> Iterator[np.ndarray]:
+    """Keep values of learned policies that differ in their networks' last layers alone, one per number of slots.
+
+    Yields:
+        float32 `[n, policies, L, E]`, chunks that together have one row per step.
+    """
+    kind, params = policies[0].name, [policy.params for policy in policies]
+    make, network = _inputs(kind), _network(kind)
+    vector_size = params[0][0].vectors.upward.shape[1] if kind == "context" else 0
+    before = np.zeros((1, steps.num_layers, vector_size), np.float32)
+    for chunk in state_chunks(policies[0], steps, top_k):
+        sets: Any = np.zeros((steps.num_layers, 0))
+        if vector_size:
+            sets, before = _sets_around(chunk, before)
+        keep = []
+        for layer in range(steps.num_layers):
+            inputs = make(_layer_of(chunk.rows, layer))
+            of_policies = [network(networks[layer], inputs, sets[layer]) for networks in params]
+            keep.append(np.stack([np.asarray(of_layer)[: chunk.num_steps] for of_layer in of_policies], axis=1))
+        yield np.stack(keep, axis=2)
+
+
+def _sets_around(chunk: StateChunk, before: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """`history.sets_around` of every layer and step, `[L, rows, H]`, and the last step's downward vectors.
+
+    Layers up to the one that looks show this step's sets, those above it the sets of the step before.
+    """
+    upward, downward = np.asarray(chunk.rows.upward), np.asarray(chunk.rows.downward)
+    earlier = np.concatenate([before, downward[:-1]])
+    earlier[: chunk.num_steps][chunk.is_cold] = 0
+    # Whole numbers below 2^24: the order of the sums does not matter.
+    up_to = np.cumsum(upward, axis=1)
+    above = np.sum(earlier, axis=1, keepdims=True) - np.cumsum(earlier, axis=1)
+    return np.moveaxis(up_to + above, 1, 0), downward[chunk.num_steps - 1 : chunk.num_steps]
+
+
+def state_chunks(policy: Policy, steps: Steps, top_k: int) -> Iterator[StateChunk]:
+    """The state of a policy when it scores, step after step.
+
+    Raises:
+        ConfigError: as `check_inputs`.
+    """
     check_inputs(policy, steps)
-    wanted = tuple(range(steps.num_layers)) if layers is None else tuple(layers)
     hidden_size = steps.hidden.shape[2] if HIDDEN in policy.inputs and steps.hidden is not None else 0
-    scan = _scan(policy)
     start = policy.init(PolicyShape(steps.num_layers, steps.num_experts, top_k, hidden_size))
-    blank = jax.device_put(jax.tree.map(lambda a: np.asarray(a)[:, None], start), jax.local_devices(backend="cpu")[0])
-    state = blank
-    size = _chunk_size(start, len(steps.updates))
-    previous = np.zeros((1, steps.num_layers, steps.num_experts), np.int32)
+    per_layer = [policy.layer_params(layer) for layer in range(steps.num_layers)]
+    params = jax.tree.map(lambda *of_layers: np.stack(of_layers), *per_layer)
+    blank = jax.tree.map(lambda a: np.asarray(a)[:, None], start)
+    params, blank = jax.device_put((params, blank), jax.local_devices(backend="cpu")[0])
+    scan, state, size = _scan(policy), blank, _chunk_size(start, len(steps.updates))
     for first in range(0, len(steps.updates), size):
         span = slice(first, min(first + size, len(steps.updates)))
-        state, rows = scan(blank, state, *_shown(policy, steps, span, size, top_k))
+        state, rows = scan(params, blank, state, *_shown(policy, steps, span, size, top_k))
         inside = np.searchsorted(steps.last_update, [span.start, span.stop])
         at = steps.last_update[inside[0] : inside[1]] - first
         if not len(at):
             continue
-        # A compiled shape per chunk length: all but the last have one step per update or go through `at` padded.
-        padded = np.concatenate([at, np.full(size - len(at), at[-1])])
-        rows = jax.tree.map(lambda a, padded=padded: a[padded], rows)
-        if isinstance(rows, History):
-            used = np.asarray(rows.used)
-            before = np.concatenate([previous, used[: len(at) - 1]])
-            before[steps.is_cold[inside[0] : inside[1]]] = 0
-            before = np.concatenate([before, np.zeros((size - len(at), *before.shape[1:]), before.dtype)])
-            previous = used[len(at) - 1 : len(at)]
-            windows: Any = _windows(used, before, wanted)
-        else:
-            windows = [None] * len(wanted)
-        make = _inputs(policy.name)
-        inputs = [
-            np.asarray(make(jax.tree.map(lambda a, layer=layer: a[:, layer], rows), window))[: len(at)]
-            for layer, window in zip(wanted, windows, strict=True)
-        ]
-        yield InputChunk(int(inside[0]), inputs)
+        if len(at) < size:  # several updates per step, or the last chunk
+            padded = np.concatenate([at, np.full(size - len(at), at[-1])])
+            rows = jax.tree.map(lambda a, padded=padded: a[padded], rows)
+        yield StateChunk(int(inside[0]), len(at), rows, steps.is_cold[inside[0] : inside[1]])
 
 
-def _windows(used: np.ndarray, before: np.ndarray, wanted: Sequence[int]) -> list[np.ndarray]:
-    """Sets around each layer: of the layers up to it in this step, of those above in the step before."""
-    edge = ((0, 0), (NEIGHBOURS, NEIGHBOURS), (0, 0))
-    now, then = np.pad(used, edge), np.pad(before, edge)
-    return [
-        np.concatenate([now[:, l : l + NEIGHBOURS + 1], then[:, l + NEIGHBOURS + 1 : l + 2 * NEIGHBOURS + 1]], axis=1)
-        for l in wanted  # noqa: E741
-    ]
+def _layer_of(rows: Any, layer: int) -> Any:
+    return jax.tree.map(lambda a: a[:, layer], rows)
 
 
 def _shown(policy: Policy, steps: Steps, span: slice, size: int, top_k: int) -> tuple[Any, ...]:
@@ -145,41 +192,38 @@ def _chunk_size(state: Any, num_updates: int) -> int:
 
 @functools.lru_cache(maxsize=64)
 def _scan(policy: Policy) -> Callable[..., tuple[Any, Any]]:
-    """Jitted `(blank, state, ids, is_fresh, logits, hidden) -> (state, states after every update [n, L, ...])`."""
+    """Jitted `(params, blank, state, ids, is_fresh, logits, hidden) -> (state, states after every update)`."""
 
-    def one_layer(state: Any, ids_BX: Array, logits: Array | None, hidden: Array | None) -> Any:
-        return policy.update(state, jnp.int32(0), ids_BX, logits, hidden)
+    def one_layer(params: Any, state: Any, ids_BX: Array, logits: Array | None, hidden: Array | None) -> Any:
+        return policy.update(params, state, jnp.int32(0), ids_BX, logits, hidden)
 
-    def scan(blank: Any, state: Any, ids: Array, is_fresh: Array, logits: Any, hidden: Any) -> tuple[Any, Any]:
+    def scan(params: Any, blank: Any, state: Any, *shown: Any) -> tuple[Any, Any]:
         def one_update(state: Any, update: tuple[Any, ...]) -> tuple[Any, Any]:
             ids_LBX, starts_anew, logits_LBE, hidden_LBD = update
             state = jax.tree.map(lambda new, old: jnp.where(starts_anew, new, old), blank, state)
-            state = jax.vmap(one_layer)(state, ids_LBX, logits_LBE, hidden_LBD)
+            state = jax.vmap(one_layer)(params, state, ids_LBX, logits_LBE, hidden_LBD)
             return state, jax.tree.map(lambda a: a[:, 0], state)
 
-        return lax.scan(one_update, state, (ids, is_fresh, logits, hidden))
+        return lax.scan(one_update, state, shown)
 
     return jax.jit(scan)
 
 
 @functools.lru_cache(maxsize=8)
 def _inputs(kind: str) -> Callable[..., Array]:
-    """Jitted `(rows of one layer [n, ...], window or None) -> inputs`."""
+    """Jitted: states of one layer `[n, ...]` to inputs of its network."""
 
-    def make(row: Any, window: Array | None) -> Array:
+    def make(row: Any) -> Array:
         if kind == "paper":
-            assert isinstance(row, UsageState)
-            state = jax.tree.map(lambda a: a[None], row)
-            return paper_inputs(state, jnp.int32(0))
-        if kind == "shared":
-            return shared_inputs(row.counts)
-        assert window is not None
-        return context_inputs(row, window)
+            return paper_inputs(jax.tree.map(lambda a: a[None], row), jnp.int32(0))
+        return shared_inputs(row.counts) if kind == "shared" else own_inputs(row)
 
-    return jax.jit(jax.vmap(make, in_axes=(0, None if kind != "context" else 0)))
+    return jax.jit(jax.vmap(make))
 
 
 @functools.lru_cache(maxsize=8)
 def _network(kind: str) -> Callable[..., Array]:
-    """Jitted `(network of one layer, inputs) -> keep values [n, E]`."""
-    return jax.jit(lambda params, inputs: keep_values(kind, params, inputs))
+    """Jitted `(network of one layer, inputs, set vectors) -> keep values [n, E]`."""
+    if kind == "context":
+        return jax.jit(context_keep)
+    return jax.jit(lambda params, inputs, sets: keep_values(kind, params, inputs))

@@ -106,7 +106,8 @@ def replay_slots(
 
     Args:
         steps: what is requested.
-        keep_chunks: float32 `[n, L, E]` keep values of the next n steps, until every step has its own.
+        keep_chunks: float32 `[n, L, E]` keep values of the next n steps, until every step has its own; or
+            `[n, slots, L, E]`, for each number of slots others.
         slots: numbers of slots per layer.
         num_staging: records of the prefill ring that may replace residents.
         log_victims: whether to record who left when.
@@ -164,20 +165,25 @@ def _drive(
     done = 0
     with thread_pool() as pool:
         for chunk in keep_chunks:
-            keeps = [keep.view() for keep in chunk]
-            for keep in keeps:
-                # JAX's arrays are read-only, and a second compilation for others takes seconds.
-                keep.flags.writeable = False
-            last = done + len(keeps[0])
+            last = done + len(chunk[0])
+            keeps_of = [[_of_slots(keep, place) for keep in chunk] for place in range(len(layers))]
             tasks: list[Future] = [
                 pool.submit(advance, layer, done, last, keeps, run[layer])
                 for layer in range(steps.num_layers)
-                for run in layers
+                for run, keeps in zip(layers, keeps_of, strict=True)
             ]
             for task in tasks:
                 task.result()
             done = last
     assert done == steps.num_steps
+
+
+def _of_slots(keep: np.ndarray, place: int) -> np.ndarray:
+    """Keep values `[n, L, E]` for one number of slots."""
+    mine = keep.view() if keep.ndim == 3 else np.ascontiguousarray(keep[:, place])
+    # JAX's arrays are read-only, and a second compilation for others takes seconds.
+    mine.flags.writeable = False
+    return mine
 
 
 def _tables(at: _Layer) -> tuple[np.ndarray, ...]:

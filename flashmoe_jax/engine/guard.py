@@ -59,7 +59,7 @@ def init_guard(shape: PolicyShape, num_slots: int) -> GuardState:
 
 def see_token(state: GuardState, layer: Array, expert_ids: Array) -> GuardState:
     """Counts one position of a prompt: int32 ids of any shape, -1 for none."""
-    return state._replace(usage=DECAYED.update(state.usage, layer, expert_ids, None, None))
+    return state._replace(usage=DECAYED.update((), state.usage, layer, expert_ids, None, None))
 
 
 def guard_step(

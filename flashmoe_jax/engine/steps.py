@@ -102,7 +102,7 @@ def make_decode_step(kind: LayerKind, policy: Policy, rows: RowMap, guard_window
         expert_BX, logits_BE, hidden_BD = lax.optimization_barrier((routing.expert_id, routing.logits, h_BD))
         expert_BX = jnp.where(active_B[:, None], expert_BX, -1)
         with jax.named_scope("policy"):
-            policy_state = policy.update(state.policy, layer, expert_BX, logits_BE, hidden_BD)
+            policy_state = policy.update(policy_params, state.policy, layer, expert_BX, logits_BE, hidden_BD)
 
             def keep() -> Array:
                 return policy.score(policy_params, policy_state, layer)
@@ -208,7 +208,7 @@ def make_prefill_step(kind: LayerKind, policy: Policy) -> Any:
 
         def one_token(states: tuple[Any, GuardState | None], token: tuple[Array, ...]) -> tuple[Any, None]:
             policy_state, guard = states
-            policy_state = policy.update(policy_state, layer, *token)
+            policy_state = policy.update(policy_params, policy_state, layer, *token)
             return (policy_state, None if guard is None else see_token(guard, layer, token[0])), None
 
         with jax.named_scope("policy"):

@@ -30,11 +30,12 @@ class Policy:
     Attributes:
         name: as the user spells it.
         init: `init(shape) -> state`, a NamedTuple of arrays whose first axis is the MoE layer.
-        update: `update(state, layer, expert_ids, router_logits, hidden) -> state` after one step of one layer.
+        update: `update(layer_params, state, layer, expert_ids, router_logits, hidden) -> state` after one step of one
+            layer.
             expert_ids is int32 `[B, X]`, -1 for a sequence that takes no part; a step in which nobody takes part
             changes nothing. router_logits `[B, E]` and hidden `[B, D]` may be None.
         score: `score(layer_params, state, layer) -> keep_value`, float32 `[E]`, finite; the lowest leaves first.
-        params: for `score`, one pytree of arrays per MoE layer; () for a policy that has none. Layers are kept apart
+        params: for both, one pytree of arrays per MoE layer; () for a policy that has none. Layers are kept apart
             because XLA's CPU backend copies a layer's part of a stacked array before it multiplies with it.
         is_learned: whether `params` were trained.
         inputs: what `update` needs beside the ids, of ROUTER_LOGITS and HIDDEN.
@@ -42,7 +43,7 @@ class Policy:
 
     name: str
     init: Callable[[PolicyShape], Any]
-    update: Callable[[Any, Array, Array, Array | None, Array | None], Any]
+    update: Callable[[Any, Any, Array, Array, Array | None, Array | None], Any]
     score: Callable[[Any, Any, Array], Array]
     # Not part of a policy's identity: programs are shared by policies that differ in parameters alone.
     params: tuple[Any, ...] = dataclasses.field(default=(), compare=False)

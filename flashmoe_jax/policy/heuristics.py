@@ -5,7 +5,7 @@ many sequences chose it. Ties between equal scores are the caller's to break.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -44,10 +44,15 @@ def used_experts(expert_ids: Array, num_experts: int) -> Array:
 
 
 def update_usage(
-    state: UsageState, layer: Array, expert_ids: Array, router_logits: Array | None, hidden: Array | None
+    params: Any,
+    state: UsageState,
+    layer: Array,
+    expert_ids: Array,
+    router_logits: Array | None,
+    hidden: Array | None,
 ) -> UsageState:
     """Counts one step of one layer."""
-    del router_logits, hidden
+    del params, router_logits, hidden
     used_E = used_experts(expert_ids, state.last_use.shape[1])
     took_part = jnp.any(used_E)
     clock = state.clock[layer] + took_part.astype(jnp.int32)

@@ -1,16 +1,17 @@
-"""What a learned policy remembers of the steps so far, and the network inputs that are made of it.
+"""What the policies `context` and `shared` remember of the steps so far.
 
-All state is whole numbers, and every input is a whole number from 0 to MAX_INPUT, so that a network of whole numbers
-(`network.py`) gives the same keep values in the decode step and in replay. Owns the state of `context` and `shared`;
-`paper` counts as the heuristics do. Invariant: a layer's update changes that layer's rows alone.
+All of it is whole numbers, so that a network of whole numbers (`network.py`) gives the same keep values in the decode
+step and in replay. Owns the state, its update, and how it becomes network inputs; `paper` counts as the heuristics do.
+Invariant: a layer's update changes that layer's rows alone.
 
 Uses are counted at several speeds: c' = c - (c >> k) + 2^16 for a use, an exponentially decayed count with factor
-1 - 2^-k, half-lives of 1, 2.4, 5.2, 11, 22, 44, 88, 177 and 355 steps. Layers are visited in order, so that the sets
-of the layers below are those of this token, the sets of the layers above those of the token before.
+1 - 2^-k, half-lives of 1, 2.4, 5.2, 11, 22, 44, 88, 177 and 355 steps.
+
+Every layer also says in a few numbers which set it chose last: the sum of a trained vector per chosen expert, one for
+the layers above it, which look at this step's set, and one for those below, which look at the set of the step before.
 """
 
-import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import Array, lax
@@ -21,38 +22,55 @@ from flashmoe_jax.policy.heuristics import used_experts
 MAX_INPUT = 255
 SHIFTS = tuple(range(1, 10))
 _ONE = 16  # bits of a count's fraction
-NEIGHBOURS = 3  # layers below and above whose sets are inputs
 # Router logits are kept as steps of 1/16 below the largest, MAX_INPUT for the largest itself.
 _LOGIT_STEPS = 16.0
 # Moving averages of them, by the shift that updates each; 8 bits of fraction.
 LOGIT_SHIFTS = (2, 4)
 _LOGIT_BITS = 8
 # Hidden states are normed: a step of 1/32, bounded at ±127.
-_HIDDEN_STEPS, _MAX_HIDDEN = 32.0, 127
+_HIDDEN_STEPS, MAX_HIDDEN = 32.0, 127
+
+
+class SetVectors(NamedTuple):
+    """Trained vectors of a layer's experts, whole numbers in float32."""
+
+    upward: Array  # [E, H] for the layers above, this layer included
+    downward: Array  # [E, H] for the layers below
+    upward_limit: Array  # [H] bound of a sum's magnitude, so that it stays exact in a batch, too
+    downward_limit: Array  # [H]
 
 
 class History(NamedTuple):
-    """State of all layers, int32; parts that the policy does not use have no elements."""
+    """State of all layers, int32 but for the vectors; parts that a policy does not use have no elements."""
 
     counts: Array  # [L, K, E] decayed uses, one row per shift
     used: Array  # [L, E] 1 = chosen in the layer's last step
+    upward: Array  # [L, H] float32 whole numbers: of the layer's last set, for the layers above; or [L, 0]
+    downward: Array  # [L, H] the same for the layers below
     logits: Array  # [L, 1 + averages, E] the last step's, then moving averages; or [L, 0, E]
     hidden: Array  # [L, D] of the last step; or [L, 0]
 
 
-def init_history(shape: PolicyShape, inputs: frozenset[str]) -> History:
+def init_history(shape: PolicyShape, *, vector_size: int, inputs: frozenset[str]) -> History:
     """No step seen."""
     L, E = shape.num_layers, shape.num_experts
     return History(
         counts=jnp.zeros((L, len(SHIFTS), E), jnp.int32),
         used=jnp.zeros((L, E), jnp.int32),
+        upward=jnp.zeros((L, vector_size), jnp.float32),
+        downward=jnp.zeros((L, vector_size), jnp.float32),
         logits=jnp.zeros((L, 1 + len(LOGIT_SHIFTS) if ROUTER_LOGITS in inputs else 0, E), jnp.int32),
         hidden=jnp.zeros((L, shape.hidden_size if HIDDEN in inputs else 0), jnp.int32),
     )
 
 
 def update_history(
-    state: History, layer: Array, expert_ids: Array, router_logits: Array | None, hidden: Array | None
+    vectors: SetVectors | None,
+    state: History,
+    layer: Array,
+    expert_ids: Array,
+    router_logits: Array | None,
+    hidden: Array | None,
 ) -> History:
     """Counts one step of one layer; see `Policy.update`."""
     used_E = used_experts(expert_ids, state.used.shape[1]).astype(jnp.int32)
@@ -61,13 +79,25 @@ def update_history(
     row = History(*(a[layer] for a in state))
     shift_K1 = jnp.array(SHIFTS, jnp.int32)[:, None]
     counts_KE = row.counts - lax.shift_right_arithmetic(row.counts, jnp.broadcast_to(shift_K1, row.counts.shape))
+    upward, downward = row.upward, row.downward
+    if row.upward.size:
+        assert vectors is not None
+        upward = _sum_of(used_E, vectors.upward, vectors.upward_limit)
+        downward = _sum_of(used_E, vectors.downward, vectors.downward_limit)
     new = History(
         counts=counts_KE + (used_E << _ONE),
         used=used_E,
+        upward=upward,
+        downward=downward,
         logits=_update_logits(row.logits, router_logits, takes_part_B) if row.logits.size else row.logits,
         hidden=_mean_hidden(hidden, takes_part_B) if row.hidden.size else row.hidden,
     )
     return History(*(a.at[layer].set(jnp.where(is_step, b, old)) for a, b, old in zip(state, new, row, strict=True)))
+
+
+def _sum_of(used_E: Array, vector_EH: Array, limit_H: Array) -> Array:
+    total_H = lax.dot(used_E.astype(jnp.float32), vector_EH, precision=lax.Precision.HIGHEST)
+    return jnp.clip(total_H, -limit_H, limit_H)
 
 
 def _update_logits(row: Array, router_logits: Array | None, takes_part_B: Array) -> Array:
@@ -85,7 +115,7 @@ def _update_logits(row: Array, router_logits: Array | None, takes_part_B: Array)
 def _mean_hidden(hidden: Array | None, takes_part_B: Array) -> Array:
     assert hidden is not None
     value_BD = hidden.astype(jnp.float16).astype(jnp.float32) * _HIDDEN_STEPS
-    level_BD = jnp.clip(jnp.round(value_BD), -_MAX_HIDDEN, _MAX_HIDDEN).astype(jnp.int32)
+    level_BD = jnp.clip(jnp.round(value_BD), -MAX_HIDDEN, MAX_HIDDEN).astype(jnp.int32)
     total_D = jnp.sum(jnp.where(takes_part_B[:, None], level_BD, 0), axis=0)
     return total_D // jnp.maximum(jnp.sum(takes_part_B.astype(jnp.int32)), 1)
 
@@ -96,17 +126,16 @@ def count_levels(counts: Array) -> Array:
     return jnp.clip(jnp.round(MAX_INPUT * jnp.sqrt(counts.astype(jnp.float32) * full)), 0, MAX_INPUT)
 
 
-def context_inputs(row: History, window: Array) -> Array:
-    """What the `context` network of a layer sees.
+def own_inputs(row: History) -> Array:
+    """What a network over a layer sees of the layer itself: counts, then router logits and hidden state where kept.
 
     Args:
         row: of the layer, without the layer axis.
-        window: int32 `[2 * NEIGHBOURS + 1, E]` sets of the layers around it, zeros beyond the first and last.
 
     Returns:
-        float32 `[context_width]`.
+        float32 `[own_width]` whole numbers.
     """
-    parts = [count_levels(row.counts).reshape(-1), (window * MAX_INPUT).astype(jnp.float32).reshape(-1)]
+    parts = [count_levels(row.counts).reshape(-1)]
     if row.logits.size:
         averages = lax.shift_right_arithmetic(row.logits[1:], jnp.full_like(row.logits[1:], _LOGIT_BITS))
         parts += [row.logits[0].astype(jnp.float32), averages.astype(jnp.float32).reshape(-1)]
@@ -114,20 +143,16 @@ def context_inputs(row: History, window: Array) -> Array:
     return jnp.concatenate(parts)
 
 
-def context_width(shape: PolicyShape, inputs: frozenset[str]) -> int:
-    """How many inputs the `context` network of a layer has."""
-    sets = len(SHIFTS) + 2 * NEIGHBOURS + 1
+def own_width(shape: PolicyShape, inputs: frozenset[str]) -> int:
+    """How many inputs `own_inputs` gives."""
     logits = 1 + len(LOGIT_SHIFTS) if ROUTER_LOGITS in inputs else 0
-    return (sets + logits) * shape.num_experts + (shape.hidden_size if HIDDEN in inputs else 0)
+    return (len(SHIFTS) + logits) * shape.num_experts + (shape.hidden_size if HIDDEN in inputs else 0)
 
 
-def neighbour_window(used: Array, layer: Array) -> Array:
-    """Sets of the layers around `layer`, `[2 * NEIGHBOURS + 1, E]`, of `used` `[L, E]`."""
-    padded = jnp.pad(used, ((NEIGHBOURS, NEIGHBOURS), (0, 0)))
-    return lax.dynamic_slice_in_dim(padded, layer, 2 * NEIGHBOURS + 1)
+def sets_around(state: History, layer: Array) -> Array:
+    """Sum of the vectors of every layer's last set, as `layer` sees them, float32 `[H]`.
 
-
-@functools.lru_cache(maxsize=16)
-def history_functions(inputs: frozenset[str]) -> tuple[Any, Any]:
-    """(`init`, `update`) of a policy with these inputs; the same objects for the same inputs, so that jit shares."""
-    return functools.partial(init_history, inputs=inputs), update_history
+    Layers are visited in order: the sets up to `layer` are those of this step, the ones above those of the step before.
+    """
+    is_below_L1 = (jnp.arange(state.upward.shape[0]) <= layer)[:, None]
+    return jnp.sum(jnp.where(is_below_L1, state.upward, state.downward), axis=0)

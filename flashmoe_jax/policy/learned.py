@@ -1,12 +1,12 @@
-"""Learned policies: how the kinds `context`, `paper` and `shared` turn state into network inputs, and into keep values.
+"""Learned policies `paper` and `shared`, and what the learned kinds have in common.
 
-`context` has a network per layer that sees the whole layer: decayed counts of all experts, the sets that the layers
-around it chose, and on request the router's logits and hidden states. `paper` is FlashMoE's (arXiv 2601.17063): 1 /
-recency and frequency ÷ the largest, per layer; either a network per expert (2 → 128 → 128 → 1) or one over the layer
-(2E → 64 → 64 → E), as the two readings of the paper have it. `shared` is one network for every layer of every model,
-applied to each expert alone. Training is in `train_policy`; files are `saved.py`'s.
+`paper` is FlashMoE's (arXiv 2601.17063): 1 / recency and frequency ÷ the largest, per layer; either a network per
+expert (2 → 128 → 128 → 1) or one over the layer (2E → 64 → 64 → E), as the two readings of the paper have it. `shared`
+is one network for every layer of every model, applied to each expert alone. `context`, a network per layer that sees
+the whole layer, is in `context.py`. Training is in `train_policy`; files are `saved.py`'s.
 """
 
+import functools
 from typing import Any
 
 import jax.numpy as jnp
@@ -18,11 +18,9 @@ from flashmoe_jax.policy.history import (
     MAX_INPUT,
     SHIFTS,
     History,
-    context_inputs,
-    context_width,
     count_levels,
-    history_functions,
-    neighbour_window,
+    init_history,
+    update_history,
 )
 from flashmoe_jax.policy.network import IntegerLayer, evaluate
 
@@ -33,51 +31,42 @@ PAPER_MAX_INPUT = 1023
 _RANKED = (1, 3, 5, 7)
 SHARED_WIDTH = len(SHIFTS) + len(_RANKED) + 1
 
-
-def learned_policy(kind: str, inputs: frozenset[str], params: tuple[Any, ...]) -> Policy:
-    """A learned policy.
-
-    Args:
-        kind: one of LEARNED.
-        inputs: that `context` was trained with.
-        params: the network of every MoE layer, as `network.to_integers` gives it.
-    """
-    if kind == "paper":
-        return Policy(kind, init_usage, update_usage, score_paper, params, is_learned=True)
-    init, update = history_functions(inputs)
-    score = score_context if kind == "context" else score_shared
-    return Policy(kind, init, update, score, params, is_learned=True, inputs=inputs)
+_init_shared = functools.partial(init_history, vector_size=0, inputs=frozenset())
 
 
-def input_width(kind: str, shape: str, model: PolicyShape, inputs: frozenset[str]) -> int:
-    """How many inputs the network of a kind has, for a model."""
-    if kind == "paper":
-        return 2 if shape == "expert" else 2 * model.num_experts
-    return SHARED_WIDTH if kind == "shared" else context_width(model, inputs)
+def paper_policy(networks: tuple[tuple[IntegerLayer, ...], ...]) -> Policy:
+    """FlashMoE's policy, with one network per MoE layer."""
+    return Policy("paper", init_usage, update_usage, score_paper, networks, is_learned=True)
+
+
+def shared_policy(network: tuple[IntegerLayer, ...], num_layers: int) -> Policy:
+    """One network for all layers."""
+    return Policy("shared", _init_shared, _update_shared, score_shared, (network,) * num_layers, is_learned=True)
+
+
+def _update_shared(params: Any, state: History, *step: Any) -> History:
+    return update_history(None, state, *step)
+
+
+def paper_width(shape: str, model: PolicyShape) -> int:
+    """How many inputs a network of the paper has: "expert" is one per expert, "layer" one over the layer."""
+    return 2 if shape == "expert" else 2 * model.num_experts
 
 
 def keep_values(kind: str, params: tuple[IntegerLayer, ...], inputs: Array) -> Array:
     """What the network of a layer makes of its inputs: keep values, float32 `[..., E]`.
 
     Args:
-        kind: one of LEARNED.
+        kind: "paper" or "shared".
         params: the layer's network.
-        inputs: of any number of steps: `[..., F]` for `context`, `[..., E, F]` for `shared`, `[..., 2, E]` for `paper`.
+        inputs: of any number of steps: `[..., E, F]` for `shared`, `[..., 2, E]` for `paper`.
     """
-    if kind == "context":
-        return evaluate(params, inputs)
     if kind == "shared":
         return evaluate(params, inputs)[..., 0]
     # The paper's network says how far away the next use is.
     if params[0].kernel.shape[1] == 2:
         return -evaluate(params, jnp.swapaxes(inputs, -1, -2))[..., 0]
     return -evaluate(params, inputs.reshape(*inputs.shape[:-2], -1))
-
-
-def score_context(params: tuple[IntegerLayer, ...], state: History, layer: Array) -> Array:
-    """The network over the layer gives the keep values of all experts."""
-    row = History(*(a[layer] for a in state))
-    return keep_values("context", params, context_inputs(row, neighbour_window(state.used, layer)))
 
 
 def score_shared(params: tuple[IntegerLayer, ...], state: History, layer: Array) -> Array:

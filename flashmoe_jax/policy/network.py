@@ -46,27 +46,28 @@ def evaluate(layers: Sequence[IntegerLayer], inputs: Array) -> Array:
     """Outputs of the last layer, whole numbers in float32.
 
     Args:
-        layers: as `to_integers` gives them. A last layer that is wider than what comes before sees the inputs too,
-            behind the activations.
+        layers: as `to_integers` gives them.
         inputs: float32 `[..., F]` whole numbers.
     """
     x = inputs
     for layer in layers[:-1]:
-        value = jnp.round(_affine(layer, x) * layer.scale)
-        if layer.table.shape[0]:
-            index = jnp.clip(value + TABLE_SIZE // 2, 0, TABLE_SIZE - 1).astype(jnp.int32)
-            x = jnp.asarray(layer.table)[index]
-        else:
-            x = jnp.clip(value, 0, MAX_ACTIVATION)
-    last = layers[-1]
-    if last.kernel.shape[1] > x.shape[-1]:
-        x = jnp.concatenate([x, inputs], axis=-1)
-    return _affine(last, x)
+        x = activate(layer, affine(layer, x))
+    return affine(layers[-1], x)
 
 
-def _affine(layer: IntegerLayer, x: Array) -> Array:
+def affine(layer: IntegerLayer, x: Array) -> Array:
+    """Sums of a layer, before it is activated."""
     sums = lax.dot_general(x, layer.kernel, (((x.ndim - 1,), (1,)), ((), ())), precision=lax.Precision.HIGHEST)
     return sums + layer.bias
+
+
+def activate(layer: IntegerLayer, sums: Array) -> Array:
+    """Activations, whole numbers up to MAX_ACTIVATION."""
+    value = jnp.round(sums * layer.scale)
+    if layer.table.shape[0]:
+        index = jnp.clip(value + TABLE_SIZE // 2, 0, TABLE_SIZE - 1).astype(jnp.int32)
+        return jnp.asarray(layer.table)[index]
+    return jnp.clip(value, 0, MAX_ACTIVATION)
 
 
 def to_integers(
@@ -75,34 +76,28 @@ def to_integers(
     *,
     activation: str,
     max_input: int,
-    input_unit: float | None = None,
 ) -> tuple[IntegerLayer, ...]:
     """Rounds a trained network.
 
     Args:
-        layers: first to last. The last may also take the inputs, behind the activations.
+        layers: first to last.
         peaks: of every layer but the last: activations beyond it are cut off there. With few steps between 0 and the
             peak, one that is rarely reached is better than the largest seen.
         activation: "relu" or "silu", after every layer but the last.
-        max_input: bound of the inputs' magnitude as whole numbers.
-        input_unit: what an input of 1 stood for in training; None for 1 / max_input.
+        max_input: bound of the inputs as whole numbers; it stood for 1 in training.
 
     Returns:
         Layers for `evaluate`, numpy arrays. The last layer's outputs are in a unit of their own: order is all that is
         kept.
     """
-    unit = np.full(layers[0].kernel.shape[1], 1 / max_input if input_unit is None else input_unit)
-    bound = np.full(len(unit), max_input, np.float64)
-    first_unit, first_bound = unit, bound
+    unit, bound = 1 / max_input, max_input
     result = []
     for place, layer in enumerate(layers):
         is_last = place == len(layers) - 1
-        if is_last and layer.kernel.shape[1] > len(unit):
-            unit, bound = np.concatenate([unit, first_unit]), np.concatenate([bound, first_bound])
         scaled = layer.kernel.astype(np.float64) * unit  # for inputs as whole numbers
         steps = _steps_per_one(scaled, layer.bias, bound)
         kernel, bias = np.round(scaled * steps), np.round(layer.bias.astype(np.float64) * steps)
-        assert np.all(np.abs(kernel) @ bound + np.abs(bias) < EXACT)
+        assert np.all(np.abs(kernel).sum(axis=1) * bound + np.abs(bias) < EXACT)
         table = np.zeros(0, np.float32)
         scale = 0.0
         if not is_last:
@@ -112,19 +107,18 @@ def to_integers(
                 table = _silu_table(next_unit)
             else:
                 scale = 1 / (steps * next_unit)
-            unit = np.full(len(kernel), next_unit)
-            bound = np.full(len(kernel), float(MAX_ACTIVATION))
+            unit, bound = next_unit, MAX_ACTIVATION
         result.append(
             IntegerLayer(kernel.astype(np.float32), bias.astype(np.float32), np.float32(scale), table)  # type: ignore[arg-type]
         )
     return tuple(result)
 
 
-def _steps_per_one(kernel: np.ndarray, bias: np.ndarray, bound: np.ndarray) -> float:
+def _steps_per_one(kernel: np.ndarray, bias: np.ndarray, bound: int) -> float:
     """The finest whole-number grid, in steps per 1, that keeps every sum below EXACT and every weight small."""
-    largest_sum = float(np.max(np.abs(kernel) @ bound + np.abs(bias), initial=1e-30))
+    largest_sum = float(np.max(np.abs(kernel).sum(axis=1) * bound + np.abs(bias), initial=1e-30))
     largest_weight = float(np.max(np.abs(kernel), initial=1e-30))
-    rounding = (bound.sum() + 1) / 2  # what rounding every weight up could add
+    rounding = (kernel.shape[1] * bound + 1) / 2  # what rounding every weight up could add
     return min((EXACT - 1 - rounding) / largest_sum, MAX_WEIGHT / largest_weight)
 
 

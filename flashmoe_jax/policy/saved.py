@@ -18,10 +18,18 @@ from typing import Any
 import numpy as np
 
 from flashmoe_jax.errors import ConfigError
-from flashmoe_jax.policy.base import Policy, PolicyShape
-from flashmoe_jax.policy.history import MAX_INPUT
-from flashmoe_jax.policy.learned import LEARNED, PAPER_MAX_INPUT, input_width, learned_policy
-from flashmoe_jax.policy.network import FloatLayer, to_integers
+from flashmoe_jax.policy.base import HIDDEN, Policy, PolicyShape
+from flashmoe_jax.policy.context import TrainedContext, context_policy, round_context
+from flashmoe_jax.policy.history import MAX_INPUT, own_width
+from flashmoe_jax.policy.learned import (
+    LEARNED,
+    PAPER_MAX_INPUT,
+    SHARED_WIDTH,
+    paper_policy,
+    paper_width,
+    shared_policy,
+)
+from flashmoe_jax.policy.network import FloatLayer, IntegerLayer, to_integers
 
 FORMAT_VERSION = 1
 POLICY_JSON = "policy.json"
@@ -34,25 +42,24 @@ class SavedPolicy:
 
     Attributes:
         kind: one of `learned.LEARNED`.
-        shape: "layer" or "expert", see `learned.py`.
         model: sizes that it was trained for; `shared` fits every model and keeps those for information.
+        arrays: float32 weights by name. `context`: the fields of `context.TrainedContext`. `paper` and `shared`, for
+            affine layer i, first to last, stacked over MoE layers (`shared`: one): `kernel{i}` `[L, N, F]`, `bias{i}`
+            `[L, N]` and, but for the last, `peak{i}` `[L]`, see `network.to_integers`.
+        shape: of `paper`: "expert" or "layer", see `learned.py`; "" of the others.
         inputs: what it needs beside ids.
         activation: "relu" or "silu".
-        layers: per affine layer, first to last, kernel `[L, N, F]` and bias `[L, N]`; L = 1 for `shared`. The last
-            layer's are `[L, M, N, F]` and `[L, M, N]`: M heads.
-        peaks: `[L]` per layer but the last, see `network.to_integers`.
-        blend: how the heads are mixed: shares of the experts that have a slot, ascending, and each one's weights `[M]`;
-            between two shares the weights are interpolated.
+        blend: how the M heads of `context` are mixed: shares of the experts that have a slot, ascending, and each one's
+            weights `[M]`; between two shares the weights are interpolated.
         meta: what it was trained on and how; JSON.
     """
 
     kind: str
-    shape: str
     model: PolicyShape
-    inputs: frozenset[str]
-    activation: str
-    layers: tuple[FloatLayer, ...]
-    peaks: tuple[np.ndarray, ...]
+    arrays: dict[str, np.ndarray]
+    shape: str = ""
+    inputs: frozenset[str] = frozenset()
+    activation: str = "relu"
     blend: tuple[tuple[float, tuple[float, ...]], ...] = ((0.0, (1.0,)),)
     meta: dict[str, Any] = dataclasses.field(default_factory=dict)
 
@@ -67,33 +74,44 @@ class SavedPolicy:
                 f"the {self.kind} policy is for {_described(self.model)}, the model has {_described(model)}; "
                 "fit one to a trace of this model, or use --policy decayed"
             )
-        if self.inputs and self.model.hidden_size not in (0, model.hidden_size):
+        if HIDDEN in self.inputs and self.model.hidden_size != model.hidden_size:
             raise ConfigError(
                 f"the {self.kind} policy is for hidden states of {self.model.hidden_size}, the model's have "
                 f"{model.hidden_size}; fit one to a trace of this model"
             )
-        weight = self._head_weights(num_slots / model.num_experts)
-        num_networks = len(self.layers[0].kernel)
-        networks = [self._network(layer, weight) for layer in range(num_networks)]
-        params = tuple(networks * model.num_layers if num_networks == 1 else networks)
-        return learned_policy(self.kind, self.inputs, params)
+        if self.kind == "context":
+            weight = self._head_weights(num_slots / model.num_experts)
+            return context_policy(
+                round_context(TrainedContext(**self.arrays), weight, self.model, self.inputs), self.inputs
+            )
+        networks = tuple(self._network(layer) for layer in range(len(self.arrays["kernel0"])))
+        return paper_policy(networks) if self.kind == "paper" else shared_policy(networks[0], model.num_layers)
 
     def _head_weights(self, share: float) -> np.ndarray:
         shares = [s for s, _ in self.blend]
         return np.array([np.interp(share, shares, column) for column in zip(*(w for _, w in self.blend), strict=True)])
 
-    def _network(self, layer: int, head_weight: np.ndarray) -> Any:
-        floats = [FloatLayer(a.kernel[layer], a.bias[layer]) for a in self.layers[:-1]]
-        last = self.layers[-1]
-        mixed = FloatLayer(
-            np.tensordot(head_weight, last.kernel[layer], 1), np.tensordot(head_weight, last.bias[layer], 1)
-        )
+    def _network(self, layer: int) -> tuple[IntegerLayer, ...]:
+        places = range(sum(name.startswith("kernel") for name in self.arrays))
         return to_integers(
-            [*floats, mixed],
-            [float(peak[layer]) for peak in self.peaks],
+            [FloatLayer(self.arrays[f"kernel{i}"][layer], self.arrays[f"bias{i}"][layer]) for i in places],
+            [float(self.arrays[f"peak{i}"][layer]) for i in places[:-1]],
             activation=self.activation,
             max_input=PAPER_MAX_INPUT if self.kind == "paper" else MAX_INPUT,
         )
+
+    def check(self) -> None:
+        """Raises ConfigError unless the arrays are those of this version's network."""
+        if self.kind not in LEARNED:
+            raise ConfigError(f"the kind {self.kind!r} is unknown; this version knows {', '.join(LEARNED)}")
+        if self.kind == "context":
+            TrainedContext(**self.arrays)
+            given, wanted = self.arrays["first_kernel"].shape[2], own_width(self.model, self.inputs)
+        else:
+            given = self.arrays["kernel0"].shape[2]
+            wanted = paper_width(self.shape, self.model) if self.kind == "paper" else SHARED_WIDTH
+        if given != wanted:
+            raise ConfigError(f"its network has {given} inputs and this version's {self.kind} has {wanted}")
 
 
 def save_policy(folder: str | os.PathLike[str], saved: SavedPolicy) -> None:
@@ -104,7 +122,7 @@ def save_policy(folder: str | os.PathLike[str], saved: SavedPolicy) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     part = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name}.", suffix=".part"))
     try:
-        arrays = _arrays(saved)
+        arrays = {name: np.asarray(a, np.float32) for name, a in saved.arrays.items()}
         save_dense((part / _WEIGHTS).absolute(), arrays.items())
         description = {
             "format_version": FORMAT_VERSION,
@@ -136,59 +154,37 @@ def load_saved(folder: Path) -> SavedPolicy:
         ConfigError: none, a newer one, or a damaged one.
     """
     from flashmoe_jax.dense_store import read_dense
-    from flashmoe_jax.errors import CheckpointError
     from flashmoe_jax.models.weights import WeightSpec
 
     try:
         text = json.loads((folder / POLICY_JSON).read_text(encoding="utf-8"))
         if text["format_version"] > FORMAT_VERSION:
             raise ConfigError(
-                f"{folder} is of policy format {text['format_version']} and this version reads up to {FORMAT_VERSION}; "
-                "update flashmoe-jax or fit the policy again"
+                f"it is of policy format {text['format_version']} and this version reads up to {FORMAT_VERSION}; "
+                "update flashmoe-jax"
             )
         specs = {name: WeightSpec(tuple(shape), "float32") for name, shape in text["weights"].items()}
         arrays = dict(read_dense((folder / _WEIGHTS).absolute(), specs))
         if _digest(arrays) != text["digest"]:
-            raise ConfigError(f"{folder}: the weights are not those that were saved; fit the policy again")
-        saved = _from_arrays(text, arrays)
+            raise ConfigError("the weights are not those that were saved")
+        saved = SavedPolicy(
+            kind=text["kind"],
+            model=PolicyShape(**text["model"]),
+            arrays=arrays,
+            shape=text["shape"],
+            inputs=frozenset(text["inputs"]),
+            activation=text["activation"],
+            blend=tuple((share, tuple(weights)) for share, weights in text["blend"]),
+            meta=text["trained"],
+        )
+        saved.check()
     except FileNotFoundError:
         raise ConfigError(f"{folder} holds no policy ({POLICY_JSON} is missing); write one with fit --out") from None
-    except (KeyError, TypeError, AttributeError, json.JSONDecodeError, UnicodeDecodeError, CheckpointError) as error:
+    except (KeyError, TypeError, AttributeError, ValueError, IndexError) as error:
+        if type(error) is ConfigError:
+            raise ConfigError(f"{folder}: {error}; fit it again") from None
         raise ConfigError(f"{folder} is not a whole policy ({error}); fit it again") from None
-    if saved.kind not in LEARNED:
-        raise ConfigError(f"{folder} is of the unknown kind {saved.kind!r}; this version knows {', '.join(LEARNED)}")
-    width = input_width(saved.kind, saved.shape, saved.model, saved.inputs)
-    if saved.layers[0].kernel.shape[-1] != width:
-        raise ConfigError(
-            f"{folder} has a network of {saved.layers[0].kernel.shape[-1]} inputs and this version's {saved.kind} has "
-            f"{width}; fit it again"
-        )
     return saved
-
-
-def _arrays(saved: SavedPolicy) -> dict[str, np.ndarray]:
-    arrays = {}
-    for place, layer in enumerate(saved.layers):
-        arrays[f"layer{place}.kernel"] = np.asarray(layer.kernel, np.float32)
-        arrays[f"layer{place}.bias"] = np.asarray(layer.bias, np.float32)
-    for place, peak in enumerate(saved.peaks):
-        arrays[f"layer{place}.peak"] = np.asarray(peak, np.float32)
-    return arrays
-
-
-def _from_arrays(text: dict[str, Any], arrays: dict[str, np.ndarray]) -> SavedPolicy:
-    num_layers = sum(name.endswith(".kernel") for name in arrays)
-    return SavedPolicy(
-        kind=text["kind"],
-        shape=text["shape"],
-        model=PolicyShape(**text["model"]),
-        inputs=frozenset(text["inputs"]),
-        activation=text["activation"],
-        layers=tuple(FloatLayer(arrays[f"layer{i}.kernel"], arrays[f"layer{i}.bias"]) for i in range(num_layers)),
-        peaks=tuple(arrays[f"layer{i}.peak"] for i in range(num_layers - 1)),
-        blend=tuple((share, tuple(weights)) for share, weights in text["blend"]),
-        meta=text["trained"],
-    )
 
 
 def _digest(arrays: dict[str, np.ndarray]) -> str:

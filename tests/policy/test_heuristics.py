@@ -1,5 +1,7 @@
 """Eviction heuristics on sequences worked out by hand."""
 
+import functools
+
 import jax
 import numpy as np
 import pytest
@@ -9,7 +11,7 @@ from flashmoe_jax.policy import POLICIES, PolicyShape, load_popularity, make_pol
 from flashmoe_jax.policy.heuristics import HEURISTICS, UsageState, init_usage, update_usage
 
 SHAPE = PolicyShape(num_layers=2, num_experts=5, top_k=2)
-update = jax.jit(update_usage)
+update = functools.partial(jax.jit(update_usage), ())
 POPULARITY = np.array([[3, 1, 4, 1, 5], [9, 2, 6, 5, 3]], np.float32)
 
 

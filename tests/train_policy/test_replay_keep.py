@@ -57,7 +57,7 @@ def test_equals_the_engines_functions_called_step_by_step(name: str, mode: Mode,
             padded = np.full((3, LAYERS, TOP_K), -1, np.int32)
             padded[: len(ids_BLX)] = ids_BLX
             for layer in range(LAYERS):
-                state = update(state, np.int32(layer), padded[:, layer], None, None)
+                state = update(policy.layer_params(layer), state, np.int32(layer), padded[:, layer], None, None)
         scores = [score(policy.layer_params(layer), state, np.int32(layer)) for layer in range(LAYERS)]
         expected.append([np.asarray(of_layer) for of_layer in scores])
     assert keep.dtype == np.float32

@@ -57,7 +57,7 @@ def expected_keep(policy, trace: Trace, shown: list[list[list[int]]], fresh: set
         for layer in range(LAYERS):
             for rows in updates:
                 batch = (trace.ids[rows, layer], trace.router_logits[rows, layer], trace.hidden[rows, layer])
-                state = update(state, np.int32(layer), *batch)
+                state = update(policy.layer_params(layer), state, np.int32(layer), *batch)
             scores.append(np.asarray(score(policy.layer_params(layer), state, np.int32(layer))))
         keep.append(scores)
     return np.array(keep)
@@ -74,11 +74,11 @@ CASES = [(kind, INPUTS[0]) for kind in KINDS] + [(KINDS[0], inputs) for inputs i
 
 @pytest.mark.parametrize(("kind", "inputs"), CASES)
 @pytest.mark.parametrize("reset", [False, True])
-def test_every_token_a_step(kind: tuple[str, str, str], inputs: frozenset[str], reset: bool):
-    name, shape, activation = kind
+def test_every_token_a_step(kind: tuple[str, str], inputs: frozenset[str], reset: bool):
+    name, shape = kind
     trace = random_trace(45)
-    policy = random_policy(name, shape, MODEL, activation=activation, inputs=inputs, skip=True).policy(MODEL, 4)
-    keep = np.concatenate(list(learned_keep(policy, make_steps(trace, reset=reset), TOP_K)))
+    policy = random_policy(name, MODEL, shape=shape, inputs=inputs).policy(MODEL, 4)
+    keep = np.concatenate(list(learned_keep([policy], make_steps(trace, reset=reset), TOP_K)))[:, 0]
     fresh = set(range(0, 45, 10)) if reset else set()
     expected = expected_keep(policy, trace, [[[i]] for i in range(45)], fresh)
     assert keep.dtype == np.float32
@@ -86,13 +86,13 @@ def test_every_token_a_step(kind: tuple[str, str, str], inputs: frozenset[str], 
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_prompts_and_batches(kind: tuple[str, str, str]):
-    name, shape, activation = kind
+def test_prompts_and_batches(kind: tuple[str, str]):
+    name, shape = kind
     trace = as_engine(random_trace(60, seed=1)._replace(ids=random_trace(64, seed=1).ids[:60]), prompt=6)
     trace = trace._replace(ids=np.maximum(trace.ids, 0))
     inputs = INPUTS[2] if name == "context" else INPUTS[0]
-    policy = random_policy(name, shape, MODEL, activation=activation, inputs=inputs).policy(MODEL, 4)
-    keep = np.concatenate(list(learned_keep(policy, make_steps(trace, Mode.ENGINE), TOP_K)))
+    policy = random_policy(name, MODEL, shape=shape, inputs=inputs, shares_second=True).policy(MODEL, 4)
+    keep = np.concatenate(list(learned_keep([policy], make_steps(trace, Mode.ENGINE), TOP_K)))[:, 0]
     shown = [[[t, 6 + t] for t in range(6)]] + [[[i, i + 1]] for i in range(12, 60, 2)]
     assert np.array_equal(keep, expected_keep(policy, trace, shown, set()))
 
@@ -100,7 +100,7 @@ def test_prompts_and_batches(kind: tuple[str, str, str]):
 @pytest.mark.parametrize("missing", [ROUTER_LOGITS, HIDDEN])
 def test_a_trace_without_the_inputs_is_refused(missing: str):
     trace = random_trace(20)._replace(**{missing: None})
-    policy = random_policy("context", "layer", MODEL, inputs=INPUTS[2]).policy(MODEL, 4)
+    policy = random_policy("context", MODEL, inputs=INPUTS[2]).policy(MODEL, 4)
     flag = "--" + missing.replace("_", "-")
     with pytest.raises(ConfigError, match=f"the trace has none; record one with {flag}"):
-        list(learned_keep(policy, make_steps(trace), TOP_K))
+        list(learned_keep([policy], make_steps(trace), TOP_K))
