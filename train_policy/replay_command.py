@@ -68,6 +68,12 @@ def add_parser(commands: Any) -> None:
         metavar="G",
         help="staged records that may replace residents after a prompt, with --as-engine (default: 8)",
     )
+    parser.add_argument(
+        "--guard",
+        choices=["on", "off"],
+        help="whether learned policies are under the engine's guard, which falls back to decayed (default: on with "
+        "--as-engine, off without)",
+    )
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of random and lecar (default: %(default)s)")
     parser.add_argument("--json", action="store_true", help="print a list of rows instead of a table")
     parser.set_defaults(run=run)
@@ -103,9 +109,11 @@ def replay_rows(args: argparse.Namespace) -> list[dict[str, Any]]:
     except ModuleNotFoundError:
         raise ConfigError("replay needs numba; install it with: pip install 'flashmoe-jax[train]'") from None
     from flashmoe_jax.telemetry.trace import load_trace, popularity
-    from train_policy.replay import DEFAULT_STAGING, Replayer, summary
+    from train_policy.replay import DEFAULT_STAGING, Replayer, saved_policy, summary
     from train_policy.replay_steps import Mode, joined
 
+    if args.guard is not None and all(saved_policy(policy) is None for policy in policies):
+        raise ConfigError("--guard has an effect on learned policies only; leave it out, or give a folder of one")
     trace = joined([load_trace(path) for path in args.trace], args.experts)
     num_rows, num_layers, top_k = trace.ids.shape
     num_experts = trace.meta["experts"]
@@ -122,6 +130,7 @@ def replay_rows(args: argparse.Namespace) -> list[dict[str, Any]]:
         num_staging=DEFAULT_STAGING if args.staging is None else args.staging,
         seed=args.seed,
         counts=counts,
+        guard=args.as_engine if args.guard is None else args.guard == "on",
     )
     slots = [slots_of(text, num_experts) for text in wanted_slots]
     for policy in policies:

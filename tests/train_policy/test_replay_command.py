@@ -5,8 +5,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from random_policies import random_policy
 from traces import trace_of
 
+from flashmoe_jax.policy import PolicyShape
+from flashmoe_jax.policy.saved import save_policy
 from flashmoe_jax.telemetry.trace import DECODE, PREFILL, Trace, save_trace
 from train_policy.__main__ import main
 
@@ -154,6 +157,18 @@ class TestOptions:
         assert rows[0]["policy"] == str(tmp_path / "fitted")
         assert rows[0]["misses"] == rows[1]["misses"]
 
+    @pytest.mark.parametrize(
+        ("options", "is_guarded"),
+        [([], False), (["--as-engine"], True), (["--guard", "on"], True), (["--as-engine", "--guard", "off"], False)],
+    )
+    def test_a_learned_policy_is_under_guard_as_in_the_engine(
+        self, run, tmp_path: Path, options: list[str], is_guarded: bool
+    ):
+        save_policy(tmp_path / "learned", random_policy("shared", PolicyShape(2, 16, 4)))
+        rows = rows_of(run, "--policies", f"{tmp_path / 'learned'},decayed", "--slots", "8", *options)
+        assert ("fallback_share" in rows[0]) == is_guarded
+        assert "fallback_share" not in rows[1]
+
 
 class TestMistakes:
     @pytest.mark.parametrize(
@@ -176,6 +191,7 @@ class TestMistakes:
             (["--slots", "4", "--seed", "-1"], "must not be negative"),
             (["--slots", "4", "--as-engine", "--policies", "arc"], "policy arc is of per-access caches"),
             (["--slots", "4", "--policy-trace", "x.npz"], "has an effect on policy static only"),
+            (["--slots", "4", "--guard", "off"], "--guard has an effect on learned policies only"),
             ([], "the following arguments are required: --slots"),
         ],
     )
