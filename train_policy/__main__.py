@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from flashmoe_jax.console import OneLineParser, guarded
+from train_policy.evaluate_command import add_parser as add_evaluate_parser
 from train_policy.record_command import add_parser as add_record_parser
 from train_policy.replay_command import add_parser as add_replay_parser
 
@@ -26,6 +27,7 @@ def build_parser() -> argparse.ArgumentParser:
     target.add_argument("--into", type=Path, metavar="MODEL", help="model directory to install it in")
     fit.set_defaults(run=_fit)
     add_replay_parser(commands)
+    add_evaluate_parser(commands)
     return parser
 
 
