@@ -157,6 +157,7 @@ def run_tests(
     is_default_slots: bool,
     num_experts: int | None,
     test_prompts: str,
+    guard: bool,
     say: Callable[[str], None],
 ) -> list[Trial]:
     """Replays every policy on every trace.
@@ -169,6 +170,7 @@ def run_tests(
         is_default_slots: whether shares below a token's experts may be raised to those.
         num_experts: per layer, where a trace does not say.
         test_prompts: as for `choose_prompts`.
+        guard: whether learned policies are under guard, as in the engine.
         say: gets a line per trace and policy.
 
     Raises:
@@ -184,7 +186,7 @@ def run_tests(
         trace = joined([raw], num_experts)
         per_layer = _slots(slots, trace, is_default_slots)
         trace = trace.take(np.isin(raw.seq_id, choice.seq_id))
-        replayer = Replayer(trace)
+        replayer = Replayer(trace, guard=guard)
         for policy in [*against, *(str(c.folder) for c in candidates)]:
             replayer.check(policy, list(per_layer.values()))
         prepared.append((name, path, choice, trace, per_layer, replayer))

@@ -55,6 +55,9 @@ def add_parser(commands: Any) -> None:
         metavar="auto|all|N,N-M,...",
         help="prompts that count, by seq_id (default: auto, those that no policy saw in training)",
     )
+    parser.add_argument(
+        "--guard", action="store_true", help="learned policies under guard, as the engine runs them (default: bare)"
+    )
     parser.add_argument("--experts", type=int, metavar="N", help="experts per layer, where a trace does not say")
     parser.add_argument(
         "--bootstrap",
@@ -96,6 +99,7 @@ def run(args: argparse.Namespace) -> int:
         is_default_slots=args.slots is None,
         num_experts=args.experts,
         test_prompts=args.test_prompts,
+        guard=args.guard,
         say=say,
     )
     evaluation = figures.evaluated(candidates, tests, num_draws=args.bootstrap, seed=args.seed)
@@ -152,4 +156,4 @@ def _command(args: argparse.Namespace) -> str:
     for name in ("slots", "against", "test_prompts", "experts", "bootstrap", "seed"):
         if getattr(args, name) != defaults.get(name):
             words += [f"--{name.replace('_', '-')}", str(getattr(args, name))]
-    return shlex.join(words)
+    return shlex.join([*words, *["--guard"] * args.guard])

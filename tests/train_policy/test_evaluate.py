@@ -1,6 +1,7 @@
 """`python -m train_policy evaluate`: figures against cases counted by hand, intervals, files, and mistakes."""
 
 import csv
+import dataclasses
 import json
 from pathlib import Path
 
@@ -8,10 +9,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from random_policies import random_policy
 from traces import EXPERTS, TOP_K, random_ids, trace_of
 
 from flashmoe_jax.errors import ConfigError
-from flashmoe_jax.policy import STATIC_NAME, save_popularity
+from flashmoe_jax.policy import STATIC_NAME, PolicyShape, save_popularity
+from flashmoe_jax.policy.base import ROUTER_LOGITS
+from flashmoe_jax.policy.saved import save_policy
 from flashmoe_jax.telemetry.trace import Trace, load_trace, popularity, save_trace
 from train_policy.__main__ import main
 from train_policy.audit import ACCESSES, EVICTIONS, GOOD, LRU_GOOD, MISSES, REFETCHES, Auditor
@@ -342,6 +346,28 @@ class TestCommand:
         report = (tmp_path / "out" / "report.md").read_text()
         assert "| LRU→MIN closed | trained on | tales | code |" in report
         assert "| **of_tales** | tales |" in report and "| **of_code** | not said |" in report
+
+    def test_learned_policies(self, run, folder: Path, tmp_path: Path):
+        """A network of random weights, trained on what it says, bare and under guard."""
+        trace = load_trace(folder / "tales.npz")
+        random = np.random.default_rng(0)
+        logits = random.standard_normal((400, 2, 16)).astype(np.float16)
+        save_trace(trace._replace(router_logits=logits), tmp_path / "logits.npz")
+        saved = random_policy("context", PolicyShape(2, 16, 3), inputs=frozenset({ROUTER_LOGITS}))
+        noted = {"traces": [trained_on("tales.npz", trace, [18, 19])]}
+        save_policy(tmp_path / "context", dataclasses.replace(saved, meta=noted))
+        options = ("--json", "--against", "lru", "--slots", "5")
+        given_as = {"traces": (str(tmp_path / "logits.npz"),), "policies": (str(tmp_path / "context"), "of_tales")}
+        status, out, err = run(*options, **given_as)
+        assert status == 0, err
+        assert "the 2 of 20 prompts that training of context, of_tales held out" in err
+        bare = {row["policy"]: row for row in json.loads(out)}
+        assert bare["context"]["tokens"] == 40
+        assert bare["context"]["hit_rate"] <= bare["min"]["hit_rate"]
+        assert "| context | tales | router_logits |" in (tmp_path / "out" / "report.md").read_text()
+        assert run(*options, "--guard", **given_as)[0] == 0
+        status, _, err = run(*options, policies=(str(tmp_path / "context"),))
+        assert status == 2 and err.count("\n") == 1 and "--router-logits" in err
 
     def test_the_same_command_makes_the_same_files(self, run, tmp_path: Path):
         options = ("--against", "lru", "--slots", "4")
