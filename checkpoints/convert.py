@@ -248,9 +248,13 @@ def _copy_policies(directory: Path, staging: Path) -> None:
     """Trained policies that a source brings along in `policy/`; they are no part of what the manifest promises."""
     if not (directory / POLICY_NAME).is_dir():
         return
-    (staging / POLICY_NAME).mkdir(exist_ok=True)
-    for path in sorted((directory / POLICY_NAME).iterdir()):
-        write_file(staging / POLICY_NAME / path.name, path.read_bytes())
+    for path in sorted((directory / POLICY_NAME).rglob("*")):
+        target = staging / path.relative_to(directory)
+        if path.is_dir():
+            target.mkdir(parents=True, exist_ok=True)
+        else:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            write_file(target, path.read_bytes())
 
 
 def _sync_tree(directory: Path) -> None:

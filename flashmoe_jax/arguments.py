@@ -20,6 +20,7 @@ from flashmoe_jax.text import GenerationDefaults, SamplingParams, StopScanner
 
 DEFAULT_NEW_TOKENS = 256
 DEFAULT_CHAT_CONTEXT = 4096
+PRESETS = {"paper": {"policy": "paper", "guard": "off"}}
 _FILTERS = ("top_p", "top_k", "min_p")
 
 
@@ -101,9 +102,14 @@ def build_parser() -> argparse.ArgumentParser:
     )
     memory.add_argument(
         "--policy",
-        default="lru",
-        metavar="NAME",
-        help="which expert leaves when a slot is needed: lru, lfu, lfru, decayed, static (default: lru)",
+        metavar="NAME|DIR",
+        help="which expert leaves when a slot is needed: auto (the model's own learned policy, else shared), context, "
+        "paper, shared, lru, lfu, lfru, decayed, static, or a folder that the training command wrote (default: auto)",
+    )
+    memory.add_argument(
+        "--preset",
+        choices=tuple(PRESETS),
+        help="paper: FlashMoE as its paper describes it, the policy paper without a guard",
     )
     memory.add_argument(
         "--policy-trace", type=Path, metavar="FILE.npz", help="trace whose popular experts static keeps"
@@ -160,7 +166,7 @@ def _read_text(name: str) -> tuple[str, str]:
 
 
 def check_options(args: argparse.Namespace, has_prompt: bool) -> None:
-    """Refuses what can be refused without a model.
+    """Refuses what can be refused without a model, and fills in presets.
 
     Raises:
         FlashMoEError: a value out of range, options that contradict each other or have no effect, a missing or
@@ -180,6 +186,16 @@ def check_options(args: argparse.Namespace, has_prompt: bool) -> None:
             except ConfigError as error:
                 raise ConfigError(str(error).replace(field.name, flag_of(field.name), 1)) from None
     StopScanner(args.stop)
+    if args.preset is not None:
+        for name, value in PRESETS[args.preset].items():
+            if getattr(args, name) not in (None, value):
+                raise ConfigError(
+                    f"{flag_of(name)} {getattr(args, name)} contradicts --preset {args.preset}, which sets "
+                    f"{flag_of(name)} {value}; leave one of them out"
+                )
+            setattr(args, name, value)
+    if args.policy is None:
+        args.policy = "auto"
     if args.policy_trace is not None:
         if args.policy != "static":
             raise ConfigError(f"--policy-trace has no effect with --policy {args.policy}; use --policy static")

@@ -156,7 +156,7 @@ def _download(repository: str, revision: str | None, say: Say) -> Path:
 
 
 def _source_files(source: Path) -> list[Path]:
-    policies = source.glob("policy/*")
+    policies = source.glob("policy/**/*")
     files = [p for p in source.iterdir() if p.suffix in _SOURCE_SUFFIXES]
     return sorted(p for p in (*files, *policies) if p.is_file())
 

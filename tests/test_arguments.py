@@ -82,7 +82,7 @@ def test_prompts_that_cannot_be_used(
         (["--presence-penalty", "inf"], "--presence-penalty is inf"),
         (["--seed", "-3"], "--seed is -3"),
         (["--stop", ""], "a stop string is empty"),
-        (["--policy-trace", "t.npz"], "--policy-trace has no effect with --policy lru"),
+        (["--policy-trace", "t.npz"], "--policy-trace has no effect with --policy auto"),
         (["--policy", "static", "--policy-trace", "t.npz"], "t.npz does not exist"),
         (["--trace", "."], r"--trace \. is a directory"),
         (["--trace", "no/such/t.npz"], "no/such/t.npz cannot be written: No such file"),

@@ -171,7 +171,7 @@ def test_a_trace_of_everything_is_written(run, run_json, tmp_path: Path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--prompt", PROMPT, "--policy", "best"], "policy 'best' is unknown; choose one of lru"),
+        (["--prompt", PROMPT, "--policy", "best"], "policy 'best' is unknown; choose one of auto"),
         (["--prompt", PROMPT, "--memory-limit", "lots"], "size 'lots' is not understood"),
         (["--prompt", PROMPT, "--device-budget", "200%"], "budget 200% is out of range"),
         (["--prompt", PROMPT, "--device-budget", "1slots"], "give at least"),

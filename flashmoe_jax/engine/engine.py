@@ -35,8 +35,7 @@ from flashmoe_jax.engine.sampling import SamplingParams
 from flashmoe_jax.engine.session import Session
 from flashmoe_jax.errors import ConfigError, PromptError
 from flashmoe_jax.model_dir import POLICY_NAME, ModelDirectory
-from flashmoe_jax.policy import STATIC_NAME, PolicyShape, check_policy_name, load_popularity, make_policy
-from flashmoe_jax.policy.base import Policy
+from flashmoe_jax.policy import ChosenPolicy, PolicyShape, check_policy_name, choose_policy
 from flashmoe_jax.telemetry.trace import WIDE_COLUMNS, Trace, TraceRecorder, load_trace, popularity, save_trace
 from flashmoe_jax.text.generation_config import GenerationDefaults
 from flashmoe_jax.text.tokenizer import Tokenizer
@@ -57,11 +56,13 @@ class Engine:
         plan: MemoryPlan,
         request: Request,
         load_s: float,
+        policy_name: str,
         record_trace: bool,
         record_columns: Collection[str] = (),
     ):
         self.config: ModelConfig = directory.config
         self.plan = plan
+        self.policy_name = policy_name  # kind and, of a learned policy, where it comes from
         self.memory = memory
         self._dense, self._request = dense, request
         self._path = directory.path
@@ -173,6 +174,7 @@ class Engine:
             "reader": "range",
             "slots_per_layer": plan.slots_per_layer,
             **memory.decode_counters.to_json(),
+            "regret": memory.regret.value(),
             "fallback_share": None if watch is None else watch.fallback_share,
             "falls": None if watch is None else watch.num_falls,
             "returns": None if watch is None else watch.num_returns,
@@ -210,11 +212,12 @@ class Engine:
         return ", ".join(parts)
 
     def plan_line(self) -> str:
-        """The memory plan in one line for a person."""
+        """The memory plan and the policy in one line for a person."""
         plan, config = self.plan, self.config
         share = plan.slots_per_layer / config.num_experts
         return (
             f"{plan.slots_per_layer} of {config.num_experts} experts per layer in slots ({share:.0%}), "
+            f"policy {self.policy_name}, "
             f"device {format_size(plan.device_bytes)}: dense {format_size(plan.dense_bytes)}, "
             f"KV cache {format_size(plan.kv_bytes)}, workspace {format_size(plan.workspace_bytes)}, "
             f"staging {format_size(plan.staging_bytes)}, slots {format_size(plan.slot_bytes)}"
@@ -278,7 +281,7 @@ def load(
     *,
     device_budget: str | None = None,
     memory_limit: str | None = None,
-    policy: str = "lru",
+    policy: str = "auto",
     policy_trace: str | os.PathLike[str] | None = None,
     guard: bool | None = None,
     max_context: int | None = None,
@@ -295,7 +298,8 @@ def load(
         device_budget: `25%` or `16slots` sizes the slots alone; `4GiB` is everything on the device; None takes
             everything free, less 5 %.
         memory_limit: bytes for the whole process (`4GiB`), on the CPU backend.
-        policy: eviction policy, one of `flashmoe_jax.policy.POLICIES`.
+        policy: eviction policy, one of `flashmoe_jax.policy.NAMES` or a folder that the training command wrote;
+            "auto" takes the model directory's own, else `shared`.
         policy_trace: trace whose popular experts `static` keeps; None for those that the model directory brings.
         guard: whether a learned policy falls back to `decayed` where it reads more; None for yes.
         max_context: tokens per sequence, prompt and output; None for the model's own maximum, at most 4096.
@@ -339,7 +343,9 @@ def load(
     )
     sharding = jax.sharding.SingleDeviceSharding(device)
     dense = split_dense_weights(config, directory.load_dense(sharding), device)
-    memory = ExpertMemory(config, dense, directory.store(), chosen, plan, device, guard_window=guard_window)
+    memory = ExpertMemory(
+        config, dense, directory.store(), chosen.of_slots(plan.slots_per_layer), plan, device, guard_window=guard_window
+    )
     return Engine(
         directory=directory,
         dense=dense,
@@ -347,6 +353,7 @@ def load(
         plan=plan,
         request=request,
         load_s=time.perf_counter() - began,
+        policy_name=str(chosen),
         record_trace=record_trace,
         record_columns=record_columns,
     )
@@ -363,25 +370,22 @@ def _context(config: ModelConfig, max_context: int | None) -> int:
     return max_context
 
 
-def _policy(name: str, policy_trace: str | os.PathLike[str] | None, config: ModelConfig, directory: Path) -> Policy:
-    shape = PolicyShape(config.num_moe_layers, config.num_experts, config.experts_per_token)
-    if name != "static":
-        if policy_trace is not None:
-            raise ConfigError(f"a policy trace is given and policy {name} uses none; leave it out or use policy static")
-        return make_policy(name, shape)
-    brought = directory / POLICY_NAME / STATIC_NAME
-    counts: np.ndarray | None
+def _policy(
+    name: str, policy_trace: str | os.PathLike[str] | None, config: ModelConfig, directory: Path
+) -> ChosenPolicy:
+    shape = PolicyShape(config.num_moe_layers, config.num_experts, config.experts_per_token, config.hidden_size)
+    counts: np.ndarray | None = None
     if policy_trace is not None:
+        if name != "static":
+            raise ConfigError(f"a policy trace is given and policy {name} uses none; leave it out or use policy static")
         counts = popularity(load_trace(policy_trace), shape.num_layers, shape.num_experts)
-    else:
-        counts = load_popularity(brought) if brought.exists() else None
-    return make_policy(name, shape, counts)
+    return choose_policy(name, shape, directory / POLICY_NAME, counts)
 
 
-def _guard_window(policy: Policy, guard: bool | None) -> int | None:
+def _guard_window(policy: ChosenPolicy, guard: bool | None) -> int | None:
     if guard is not None and not policy.is_learned:
         raise ConfigError(
-            f"the guard has an effect on learned policies only, and {policy.name} is none; leave the option out, or "
+            f"the guard has an effect on learned policies only, and {policy.kind} is none; leave the option out, or "
             "choose a learned policy"
         )
     return WINDOW_STEPS if policy.is_learned and guard is not False else None

@@ -33,6 +33,7 @@ from flashmoe_jax.experts.store import ExpertStore
 from flashmoe_jax.policy.base import Policy, PolicyShape
 from flashmoe_jax.telemetry.counters import RefetchWatch, StageCounters
 from flashmoe_jax.telemetry.guard_watch import GuardWatch
+from flashmoe_jax.telemetry.regret import RegretGauge
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,6 +84,7 @@ class ExpertMemory:
         self.refetch = RefetchWatch(
             config.num_moe_layers, config.num_experts, (self.prefill_counters, self.decode_counters)
         )
+        self.regret = RegretGauge(config.num_moe_layers, config.num_experts)
         self.num_tokens = 0  # decode steps and prompt tokens so far, the clock of re-fetches
         self.state = self._initial_state()
         self.last_reader: Array | None = None  # ready when no computation of earlier steps reads a row any more
@@ -111,6 +113,7 @@ class ExpertMemory:
         self.state = self._initial_state()
         if self.guard_watch is not None:
             self.guard_watch.forget()
+        self.regret.restart()
         self._is_whole = True
 
     def prompt_is_done(self) -> None:
@@ -118,6 +121,13 @@ class ExpertMemory:
         if self.state.guard is not None:
             guard = start_shadow(self.state.guard, self.state.residency)
             self.state = self.state._replace(guard=guard)
+        self.regret.restart()
+
+    def copy_of_residents(self) -> Array:
+        """Who is in the slots, `[L, R]`, on its way to the host; the state's own array is donated to the next step."""
+        copy = self.state.residency.expert_of_slot.copy()
+        copy.copy_to_host_async()
+        return copy
 
     def resident_experts(self) -> list[set[int]]:
         """Who is in the slots now, per MoE layer."""
@@ -125,14 +135,15 @@ class ExpertMemory:
         return [{int(e) for e in row if e >= 0} for row in table]
 
     def close(self) -> None:
-        """Waits for reads and frees the slots."""
+        """Waits for reads and for what is computed in the background, and frees the slots."""
+        self.regret.close()
         self.fetcher.close()
         self.store.close()
         self.slots.close()
 
     def _initial_state(self) -> StepState:
         L, E = self.config.num_moe_layers, self.config.num_experts
-        shape = PolicyShape(L, E, self.config.experts_per_token)
+        shape = PolicyShape(L, E, self.config.experts_per_token, self.config.hidden_size)
         guard = None if self._guard_window is None else init_guard(shape, self.rows.num_slots)
         state = StepState(init_residency(L, E, self.rows.num_slots), self.policy.init(shape), guard)
         return jax.device_put(state, self.device)

@@ -6,7 +6,6 @@ everywhere.
 """
 
 import dataclasses
-import functools
 import hashlib
 import json
 import os
@@ -67,8 +66,18 @@ class SavedPolicy:
         """The policy for a model with so many slots per layer.
 
         Raises:
-            ConfigError: it was trained for a model of another shape.
+            ConfigError: as `check_model`.
         """
+        self.check_model(model)
+        if self.kind == "context":
+            weight = self._head_weights(num_slots / model.num_experts)
+            trained = TrainedContext(**self.arrays)
+            return context_policy(round_context(trained, weight, self.model, self.inputs), self.inputs)
+        networks = tuple(self._network(layer) for layer in range(len(self.arrays["kernel0"])))
+        return paper_policy(networks) if self.kind == "paper" else shared_policy(networks[0], model.num_layers)
+
+    def check_model(self, model: PolicyShape) -> None:
+        """Raises ConfigError where it was trained for a model of another shape."""
         if self.kind != "shared" and self.model != model._replace(hidden_size=self.model.hidden_size):
             raise ConfigError(
                 f"the {self.kind} policy is for {_described(self.model)}, the model has {_described(model)}; "
@@ -79,13 +88,6 @@ class SavedPolicy:
                 f"the {self.kind} policy is for hidden states of {self.model.hidden_size}, the model's have "
                 f"{model.hidden_size}; fit one to a trace of this model"
             )
-        if self.kind == "context":
-            weight = self._head_weights(num_slots / model.num_experts)
-            return context_policy(
-                round_context(TrainedContext(**self.arrays), weight, self.model, self.inputs), self.inputs
-            )
-        networks = tuple(self._network(layer) for layer in range(len(self.arrays["kernel0"])))
-        return paper_policy(networks) if self.kind == "paper" else shared_policy(networks[0], model.num_layers)
 
     def _head_weights(self, share: float) -> np.ndarray:
         shares = [s for s, _ in self.blend]
@@ -146,7 +148,6 @@ def save_policy(folder: str | os.PathLike[str], saved: SavedPolicy) -> None:
         raise
 
 
-@functools.lru_cache(maxsize=16)
 def load_saved(folder: Path) -> SavedPolicy:
     """Reads a policy folder.
 

@@ -99,7 +99,9 @@ def test_static_policies_share_programs_and_differ_in_parameters():
 
 
 def test_names_and_popularity_are_checked():
-    with pytest.raises(ConfigError, match=r"policy 'fifo' is unknown; choose one of lru, lfu, lfru, decayed, static"):
+    with pytest.raises(
+        ConfigError, match=r"policy 'fifo' is unknown; choose one of auto, .*, lru, lfu, lfru, decayed, static"
+    ):
         make_policy("fifo", SHAPE)
     with pytest.raises(ConfigError, match=r"needs the popularity .* --trace FILE .* --policy-trace FILE"):
         make_policy("static", SHAPE)

@@ -47,7 +47,6 @@ def test_heads_are_mixed_for_the_share_of_slots():
 def test_a_policy_is_replaced_whole(tmp_path: Path):
     save_policy(tmp_path / "p", random_policy("context", MODEL))
     save_policy(tmp_path / "p", random_policy("paper", MODEL, shape="expert"))
-    load_saved.cache_clear()
     assert load_saved(tmp_path / "p").kind == "paper"
 
 
@@ -78,7 +77,6 @@ def test_a_damaged_or_newer_folder_is_one_line(change: dict, message: str, tmp_p
     save_policy(tmp_path / "p", random_policy("context", MODEL))
     path = tmp_path / "p" / POLICY_JSON
     path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
-    load_saved.cache_clear()
     with pytest.raises(ConfigError, match=message) as caught:
         load_saved(tmp_path / "p")
     assert "\n" not in str(caught.value)

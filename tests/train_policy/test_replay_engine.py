@@ -5,19 +5,26 @@ per policy too, the engine gets one policy that calls the score function its par
 """
 
 import dataclasses
+import functools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from jax import Array, lax
+from random_policies import random_policy
 from tiny_models import tiny_hf_config, write_hf_checkpoint
 
 import flashmoe_jax
 from checkpoints.convert import convert
 from flashmoe_jax.engine import engine as engine_module
 from flashmoe_jax.engine.engine import Engine
-from flashmoe_jax.policy import POLICIES, Policy, PolicyShape, make_policy
+from flashmoe_jax.model_dir import ModelDirectory
+from flashmoe_jax.policy import POLICIES, ChosenPolicy, Policy, PolicyShape, make_policy
+from flashmoe_jax.policy.base import HIDDEN, ROUTER_LOGITS
+from flashmoe_jax.policy.learned import LEARNED
+from flashmoe_jax.policy.saved import SavedPolicy
 from flashmoe_jax.telemetry.counters import StageCounters
 from flashmoe_jax.telemetry.trace import load_trace
 from train_policy.replay import Replayer, Result, summary
@@ -40,6 +47,10 @@ def _score_wrongly(params: tuple[()], state: Any, layer: Array) -> Array:
 
 
 WRONG = dataclasses.replace(_OF_NAME["decayed"], name="wrong", score=_score_wrongly, is_learned=True)
+
+
+def chosen(policy: Policy) -> ChosenPolicy:
+    return ChosenPolicy(policy.name, "", lambda _: policy, policy.is_learned)
 
 
 def _score_of_any(params: tuple[Array, Array], state: Any, layer: Array) -> Array:
@@ -91,12 +102,19 @@ def assert_equal(counts: Counts, counters: StageCounters) -> None:
 
 
 def assert_replay_equals_the_run(
-    policy: str | Policy, slots: int, batch: int, model: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+    policy: str | Policy | SavedPolicy,
+    slots: int,
+    batch: int,
+    model: Path,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    columns: tuple[str, ...] = (),
 ) -> None:
     """Runs the engine with the policy that `_policy` gives, records, replays `policy`."""
     with flashmoe_jax.load(
         model,
         device_budget=f"{slots}slots",
+        record_columns=columns,
         max_context=64,
         batch_size=BATCH,
         record_trace=True,
@@ -133,7 +151,7 @@ def assert_replay_equals_the_run(
     counted = (guard.num_layer_steps, guard.num_fallback_steps, guard.num_falls, guard.num_returns)
     assert tuple(int(of_layers.sum()) for of_layers in run.guard[:4]) == counted
     # With as many slots as a token needs there is no choice to be wrong in.
-    assert guard.num_falls > 0 or slots == TOP_K
+    assert guard.num_falls > 0 or slots == TOP_K or policy is not WRONG
     result = Result("wrong", slots, run)
     assert summary(result, result, replayer.steps)["fallback_share"] == guard.fallback_share
 
@@ -144,7 +162,7 @@ def assert_replay_equals_the_run(
 def test_replay_equals_the_recorded_run(
     policy: str, slots: int, batch: int, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(engine_module, "_policy", lambda *_: any_policy(policy))
+    monkeypatch.setattr(engine_module, "_policy", lambda *_: chosen(any_policy(policy)))
     assert_replay_equals_the_run(policy, slots, batch, model, tmp_path, monkeypatch)
 
 
@@ -154,6 +172,66 @@ def test_replay_equals_the_recorded_run_under_guard(
     slots: int, batch: int, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """A policy so bad that the guard has to step in."""
-    monkeypatch.setattr(engine_module, "_policy", lambda *_: WRONG)
+    monkeypatch.setattr(engine_module, "_policy", lambda *_: chosen(WRONG))
     monkeypatch.setattr(engine_module, "WINDOW_STEPS", GUARD_WINDOW)
     assert_replay_equals_the_run(WRONG, slots, batch, model, tmp_path, monkeypatch)
+
+
+def networks(hidden_size: int) -> dict[str, SavedPolicy]:
+    """Random ones of every kind; `context` sees router logits and hidden states, too."""
+    size, inputs = PolicyShape(LAYERS, EXPERTS, TOP_K, hidden_size), frozenset({ROUTER_LOGITS, HIDDEN})
+    return {
+        "context": random_policy("context", size, inputs=inputs, heads=3),
+        "paper": random_policy("paper", size, shape="expert"),
+        "shared": random_policy("shared", size),
+    }
+
+
+class AnyNetwork:
+    """Policies with networks that share one compiled step: they keep each other's state and differ in the score."""
+
+    def __init__(self, saved: dict[str, SavedPolicy], slots: int):
+        model = saved["context"].model
+        self.policies = [of_kind.policy(model, slots) for of_kind in saved.values()]
+        self.kinds = list(saved)
+
+    def policy(self, kind: str) -> Policy:
+        params = [
+            (np.int32(self.kinds.index(kind)), *of_kinds)
+            for of_kinds in zip(*(p.params for p in self.policies), strict=True)
+        ]
+        inputs = self.policies[0].inputs
+        return Policy("any", self.init, self.update, self.score, tuple(params), is_learned=True, inputs=inputs)
+
+    def init(self, shape: PolicyShape) -> Any:
+        return tuple(p.init(shape) for p in self.policies)
+
+    def update(self, params: Any, state: Any, *step: Any) -> Any:
+        return tuple(p.update(of_p, s, *step) for p, of_p, s in zip(self.policies, params[1:], state, strict=True))
+
+    def score(self, params: Any, state: Any, layer: Array) -> Array:
+        scores = [
+            lambda p=p, of_p=of_p, s=s: p.score(of_p, s, layer)
+            for p, of_p, s in zip(self.policies, params[1:], state, strict=True)
+        ]
+        return lax.switch(params[0], scores)
+
+
+@pytest.fixture(scope="module")
+def any_network(model: Path) -> Callable[[int], AnyNetwork]:
+    saved = networks(ModelDirectory.open(model).config.hidden_size)
+    return functools.lru_cache(lambda slots: AnyNetwork(saved, slots))
+
+
+@pytest.mark.parametrize("batch", [1, BATCH])
+@pytest.mark.parametrize("slots", SLOTS)
+@pytest.mark.parametrize("kind", LEARNED)
+def test_replay_equals_the_recorded_run_of_a_network(
+    kind: str, slots: int, batch: int, model: Path, any_network, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    policy = any_network(slots).policy(kind)
+    monkeypatch.setattr(engine_module, "_policy", lambda *_: chosen(policy))
+    monkeypatch.setattr(engine_module, "WINDOW_STEPS", GUARD_WINDOW)
+    saved = networks(ModelDirectory.open(model).config.hidden_size)[kind]
+    columns = ("router_logits", "hidden")
+    assert_replay_equals_the_run(saved, slots, batch, model, tmp_path, monkeypatch, columns)
