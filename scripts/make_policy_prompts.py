@@ -14,21 +14,27 @@ from pathlib import Path
 
 from scripts.demo_model.corpus import read_domains
 
-# Domain, and the name of its file.
-CHOSEN = {
-    "stories": "stories",
-    "trivia": "trivia",
-    "word problems": "problems",
-    "Python": "python",
-    "Italian": "italian",
-}
+# Domain, the name of its file, and how many times as many prompts: questions and their answers are short.
+CHOSEN = (
+    ("stories", "stories", 1),
+    ("trivia", "trivia", 4),
+    ("word problems", "problems", 1),
+    ("Python", "python", 1),
+    ("Italian", "italian", 1),
+)
 
 
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True, metavar="DIR", help="folder of the corpus")
     parser.add_argument("--out", type=Path, default=Path("checkpoints/demo/prompts"), metavar="DIR")
-    parser.add_argument("--prompts", type=int, default=128, metavar="N", help="per domain (default %(default)s)")
+    parser.add_argument(
+        "--prompts",
+        type=int,
+        default=128,
+        metavar="N",
+        help="per domain; of trivia four times as many (default %(default)s)",
+    )
     parser.add_argument("--longest", type=int, default=240, metavar="CHARS", help="(default %(default)s)")
     return parser
 
@@ -48,11 +54,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = build_parser().parse_args(argv)
     domains = read_domains(args.data)
     args.out.mkdir(parents=True, exist_ok=True)
-    for name, file in CHOSEN.items():
+    for name, file, times in CHOSEN:
         train, held_out = domains[name]
         lines = [
             json.dumps({"prompt": p}, ensure_ascii=False)
-            for p in beginnings(train + held_out, args.prompts, args.longest)
+            for p in beginnings(train + held_out, times * args.prompts, args.longest)
         ]
         (args.out / f"{file}.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
         print(f"{name}: {len(lines)} prompts")
