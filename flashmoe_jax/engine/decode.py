@@ -45,6 +45,10 @@ def decode_token(
     chosen = np.full((batch, config.num_moe_layers, config.experts_per_token), -1, np.int32)
     x_BD = dense.embed(token_B)
     is_fallback: list[bool] = []
+    num_missed: list[int] = []
+    takes_part = bool(active_B.any())
+    if takes_part:
+        memory.regret.begin_step(memory.copy_of_residents)
     moe_layer = 0
     for layer, (kind, leaves) in enumerate(zip(dense.kinds, dense.layers, strict=True)):
         if not kind.is_moe:
@@ -74,13 +78,16 @@ def decode_token(
         x_BD = add_experts(output.x_BD, out_BXD, output.weight_BX, output.dense_BD)
         chosen[:, moe_layer] = plan.expert_BX
         is_fallback.append(plan.is_fallback)
+        num_missed.append(len(plan.miss_expert))
         moe_layer += 1
     memory.last_reader = x_BD
     memory.num_tokens += 1
     memory.decode_counters.tokens += int(np.count_nonzero(active_B))
     memory.decode_counters.check_identities()
-    if memory.guard_watch is not None and active_B.any():
-        memory.guard_watch.add_step(is_fallback)
+    if takes_part:
+        memory.regret.end_step(chosen, num_missed)
+        if memory.guard_watch is not None:
+            memory.guard_watch.add_step(is_fallback)
     return dense.logits(x_BD), chosen
 
 
