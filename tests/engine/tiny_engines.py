@@ -18,7 +18,7 @@ from flashmoe_jax.engine.engine import Engine
 from flashmoe_jax.engine.expert_memory import ExpertMemory
 from flashmoe_jax.experts.slots import InsertedSlots
 from flashmoe_jax.model_dir import ModelDirectory
-from flashmoe_jax.policy import PolicyShape, make_policy
+from flashmoe_jax.policy import Policy, PolicyShape, make_policy
 
 DEVICE = jax.devices()[0]
 CONTEXT = 64
@@ -57,9 +57,10 @@ def make_engine(
     model: TinyModel,
     *,
     slots: int,
-    policy: str = "lru",
+    policy: str | Policy = "lru",
     popularity: np.ndarray | None = None,
     num_staging: int | None = None,
+    guard_window: int | None = None,
     inserted: bool = False,
     store: Any = None,
     batch_size: int = BATCH,
@@ -71,6 +72,7 @@ def make_engine(
     Args:
         popularity: for `static`; None for one that prefers high ids.
         num_staging: rows of the staging ring; None for what the plan gives.
+        guard_window: steps, to put the policy under guard.
         inserted: use the slot buffer of devices that are not the host, on the CPU.
         store: to read from; None for the model's own.
     """
@@ -78,6 +80,7 @@ def make_engine(
     shape = PolicyShape(config.num_moe_layers, config.num_experts, config.experts_per_token)
     if policy == "static" and popularity is None:
         popularity = np.tile(np.arange(config.num_experts, dtype=np.float32), (config.num_moe_layers, 1))
+    chosen = policy if isinstance(policy, Policy) else make_policy(policy, shape, popularity)
     request = Request(context=context, batch_size=batch_size)
     plan = plan_memory(
         config,
@@ -102,10 +105,11 @@ def make_engine(
         config,
         model.dense,
         store or model.directory.store(),
-        make_policy(policy, shape, popularity),
+        chosen,
         plan,
         DEVICE,
         slots=buffer,
+        guard_window=guard_window,
     )
     return Engine(
         directory=model.directory,
@@ -114,6 +118,7 @@ def make_engine(
         plan=plan,
         request=request,
         load_s=0.0,
+        policy_name=chosen.name,
         record_trace=record_trace,
     )
 
