@@ -1,5 +1,6 @@
-"""The guard's bound on random and on hostile traces, step by step, and that replay decides as the jitted step does."""
+"""The guard's bound on random and on hostile traces, step by step, and what an engine under guard does and says."""
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -9,7 +10,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from resident_reference import ResidentSession, greedy_tokens
+from tiny_engines import BATCH as ENGINE_BATCH
+from tiny_engines import CONTEXT, HALF, TinyModel, make_engine, random_prompts, same_bits
 
+import flashmoe_jax
 from flashmoe_jax.engine.guard import (
     OUTSIDE,
     WINDOW_STEPS,
@@ -21,9 +26,11 @@ from flashmoe_jax.engine.guard import (
     see_token,
     start_shadow,
 )
+from flashmoe_jax.errors import ConfigError
 from flashmoe_jax.experts.residency import Residency, init_residency, plan_step
 from flashmoe_jax.policy.base import PolicyShape
-from flashmoe_jax.policy.heuristics import HALF_LIFE_STEPS
+from flashmoe_jax.policy.heuristics import HALF_LIFE_STEPS, heuristic, score_decayed
+from flashmoe_jax.telemetry.guard_watch import GuardWatch
 
 LAYER, LAYERS = 1, 2  # the layer that is used, of so many
 EXPERTS, BATCH, TOP_K = 8, 2, 2
@@ -190,3 +197,57 @@ def test_the_shadow_is_a_copy():
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(usage))
     for copy, original in zip(guard.shadow, residency, strict=True):
         assert copy.unsafe_buffer_pointer() != original.unsafe_buffer_pointer()
+
+
+def wrong_score(params: Any, state: Any, layer: jax.Array) -> jax.Array:
+    """Keeps what is used least."""
+    return -score_decayed((), state, layer)
+
+
+WRONG = dataclasses.replace(heuristic("decayed"), name="wrong", score=wrong_score, is_learned=True)
+
+
+def test_an_engine_under_guard_stays_exact_and_says_what_happened(mixed: TinyModel):
+    with make_engine(mixed, slots=HALF, policy=WRONG, guard_window=1) as engine:
+        assert engine.stats()["fallback_share"] is None
+        for seed in range(3):
+            prompts = random_prompts(mixed.config, seed, [5, 16, 1, 9])
+            session, plain = engine.session(ENGINE_BATCH), ResidentSession(mixed.reference, ENGINE_BATCH, CONTEXT)
+            tokens, logits = greedy_tokens(session, prompts, 12)
+            expected_tokens, expected = greedy_tokens(plain, prompts, 12)
+            assert tokens == expected_tokens
+            same_bits(np.stack(logits), np.stack(expected))
+        stats = engine.stats()
+        assert 0 < stats["fallback_share"] < 1 and stats["falls"] >= stats["returns"]
+        notes = engine.take_notes()
+        assert len(notes) == 1 + (stats["returns"] > 0)
+        assert "falls back to decayed" in notes[0] and "wrong" in notes[0]
+        assert engine.take_notes() == []
+        engine.memory.reset()
+        assert not np.asarray(engine.memory.state.guard.is_fallback).any()
+        assert engine.stats()["fallback_share"] == stats["fallback_share"]
+
+
+def test_a_heuristic_has_no_guard(mixed: TinyModel):
+    for guard in (True, False):
+        with pytest.raises(ConfigError, match="guard has an effect on learned policies only, and lru is none"):
+            flashmoe_jax.load(mixed.path, device_budget="50%", policy="lru", guard=guard)
+    with make_engine(mixed, slots=HALF) as engine:
+        assert engine.memory.state.guard is None
+        stats = engine.stats()
+        assert [stats[name] for name in ("fallback_share", "falls", "returns")] == [None] * 3
+        assert engine.take_notes() == []
+
+
+def test_the_first_fall_and_the_first_return_are_said():
+    watch = GuardWatch("context", 3)
+    for is_fallback in ([0, 0, 0], [0, 1, 0], [1, 1, 0], [1, 0, 0], [0, 1, 0]):
+        watch.add_step([bool(layer) for layer in is_fallback])
+    assert (watch.num_falls, watch.num_returns) == (3, 2)
+    assert watch.fallback_share == 5 / 15
+    fall, back = watch.take_notes()
+    assert fall.startswith("layer 1 falls back to decayed") and back.startswith("layer 1 returns to context")
+    watch.forget()
+    watch.add_step([True, True, False])
+    assert (watch.num_falls, watch.num_returns) == (5, 2)
+    assert watch.take_notes() == []
