@@ -81,6 +81,7 @@ class MemoryPlan:
     num_staging: int
     dense_bytes: int
     kv_bytes: int
+    policy_bytes: int  # networks and state of the policy and its guard, tables of residents
     workspace_bytes: int
     staging_bytes: int
     slot_bytes: int
@@ -89,7 +90,8 @@ class MemoryPlan:
 
     @property
     def device_bytes(self) -> int:
-        return self.dense_bytes + self.kv_bytes + self.workspace_bytes + self.staging_bytes + self.slot_bytes
+        kept = self.dense_bytes + self.kv_bytes + self.policy_bytes
+        return kept + self.workspace_bytes + self.staging_bytes + self.slot_bytes
 
     @property
     def process_bytes(self) -> int:
@@ -147,6 +149,7 @@ def plan_memory(
     budget: Budget | None,
     memory_limit: int | None,
     dense_bytes: int,
+    policy_bytes: int,
     runtime_bytes: int,
     available_bytes: int,
     total_bytes: int,
@@ -158,6 +161,7 @@ def plan_memory(
         budget: `--device-budget`; None for everything free, less HEADROOM.
         memory_limit: `--memory-limit` in bytes, CPU backend only; None for none.
         dense_bytes: of the dense weights, exact.
+        policy_bytes: of the policy, see `expert_memory.policy_bytes`.
         runtime_bytes: what the process holds besides everything planned here.
         available_bytes: memory that this process holds or could still get, before anything planned here.
         total_bytes: memory of the device, or of the machine or control group, free or not.
@@ -177,6 +181,7 @@ def plan_memory(
         num_staging=num_staging,
         dense_bytes=dense_bytes,
         kv_bytes=kv_bytes(config, request),
+        policy_bytes=policy_bytes,
         workspace_bytes=workspace_bytes(config, layout, request),
         staging_bytes=num_staging * layout.record_bytes,
         slot_bytes=0,

@@ -26,7 +26,7 @@ from flashmoe_jax.engine.budget import (
     plan_memory,
 )
 from flashmoe_jax.engine.dense import DenseWeights, split_dense_weights
-from flashmoe_jax.engine.expert_memory import ExpertMemory
+from flashmoe_jax.engine.expert_memory import ExpertMemory, policy_bytes
 from flashmoe_jax.engine.generation import GenerationTimes, Limits, Piece, generate_pieces
 from flashmoe_jax.engine.guard import WINDOW_STEPS
 from flashmoe_jax.engine.memory import available_bytes, peak_rss_bytes, rss_bytes, total_bytes
@@ -219,7 +219,8 @@ class Engine:
             f"{plan.slots_per_layer} of {config.num_experts} experts per layer in slots ({share:.0%}), "
             f"policy {self.policy_name}, "
             f"device {format_size(plan.device_bytes)}: dense {format_size(plan.dense_bytes)}, "
-            f"KV cache {format_size(plan.kv_bytes)}, workspace {format_size(plan.workspace_bytes)}, "
+            f"KV cache {format_size(plan.kv_bytes)}, policy state {format_size(plan.policy_bytes)}, "
+            f"workspace {format_size(plan.workspace_bytes)}, "
             f"staging {format_size(plan.staging_bytes)}, slots {format_size(plan.slot_bytes)}"
         )
 
@@ -324,7 +325,8 @@ def load(
     config = directory.config
     request = Request(context=_context(config, max_context), batch_size=batch_size)
     device = jax.devices()[0]
-    chosen = _policy(policy, policy_trace, config, directory.path)
+    shape = PolicyShape(config.num_moe_layers, config.num_experts, config.experts_per_token, config.hidden_size)
+    chosen = _policy(policy, policy_trace, shape, directory.path)
     guard_window = _guard_window(chosen, guard)
     jax.block_until_ready(jax.device_put(np.zeros(1), device))  # the backend's own memory counts as runtime
     runtime_bytes = rss_bytes() + COMPILED_BYTES
@@ -336,6 +338,8 @@ def load(
         budget=budget,
         memory_limit=limit,
         dense_bytes=directory.manifest.dense_bytes,
+        # Its size does not depend on the number of slots, only its values do.
+        policy_bytes=policy_bytes(chosen.of_slots(config.num_experts), shape, is_guarded=guard_window is not None),
         runtime_bytes=runtime_bytes,
         available_bytes=available_bytes() + rss_bytes() if is_cpu else _free_device_bytes(device),
         total_bytes=total_bytes() if is_cpu else _device_bytes(device),
@@ -371,9 +375,8 @@ def _context(config: ModelConfig, max_context: int | None) -> int:
 
 
 def _policy(
-    name: str, policy_trace: str | os.PathLike[str] | None, config: ModelConfig, directory: Path
+    name: str, policy_trace: str | os.PathLike[str] | None, shape: PolicyShape, directory: Path
 ) -> ChosenPolicy:
-    shape = PolicyShape(config.num_moe_layers, config.num_experts, config.experts_per_token, config.hidden_size)
     counts: np.ndarray | None = None
     if policy_trace is not None:
         if name != "static":

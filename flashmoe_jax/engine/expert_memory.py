@@ -149,6 +149,16 @@ class ExpertMemory:
         return jax.device_put(state, self.device)
 
 
+def policy_bytes(policy: Policy, shape: PolicyShape, *, is_guarded: bool) -> int:
+    """Upper bound of what a policy takes on the device, its guard and the tables of residents included."""
+    # As many slots as experts; the tables once for the state and, for moments, copies for the guard and for regret.
+    tables = jax.eval_shape(lambda: init_residency(shape.num_layers, shape.num_experts, shape.num_experts))
+    state = jax.eval_shape(lambda: policy.init(shape))
+    guard = jax.eval_shape(lambda: init_guard(shape, shape.num_experts)) if is_guarded else ()
+    params = [policy.layer_params(layer) for layer in range(shape.num_layers)]
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves((params, state, guard, [tables] * 4)))
+
+
 def _make_programs(
     dense: DenseWeights, policy: Policy, rows: RowMap, fields: Any, guard_window: int | None
 ) -> Programs:

@@ -115,6 +115,7 @@ def plan(
         budget=None if budget is None else Budget.parse(budget),
         memory_limit=limit,
         dense_bytes=3 * MIB,
+        policy_bytes=MIB,
         runtime_bytes=500 * MIB if is_cpu else 0,
         available_bytes=available,
         total_bytes=total,
@@ -144,7 +145,7 @@ def test_the_parts_add_up():
         assert p.slot_bytes == 16 * LAYER_OF_SLOTS
         assert p.staging_bytes == p.num_staging * LAYOUT.record_bytes
         assert 2 <= p.num_staging <= 8
-        parts = ("dense_bytes", "kv_bytes", "workspace_bytes", "staging_bytes", "slot_bytes")
+        parts = ("dense_bytes", "kv_bytes", "policy_bytes", "workspace_bytes", "staging_bytes", "slot_bytes")
         assert p.device_bytes == sum(getattr(p, part) for part in parts)
         assert p.process_bytes == p.device_bytes + p.host_bytes + p.runtime_bytes
         named = {f.name for f in dataclasses.fields(p)} - {"slots_per_layer", "num_staging"}

@@ -210,6 +210,8 @@ WRONG = dataclasses.replace(heuristic("decayed"), name="wrong", score=wrong_scor
 def test_an_engine_under_guard_stays_exact_and_says_what_happened(mixed: TinyModel):
     with make_engine(mixed, slots=HALF, policy=WRONG, guard_window=1) as engine:
         assert engine.stats()["fallback_share"] is None
+        on_device = jax.tree.leaves((engine.memory.state, engine.memory.policy_params))
+        assert sum(leaf.nbytes for leaf in on_device) <= engine.plan.policy_bytes
         for seed in range(3):
             prompts = random_prompts(mixed.config, seed, [5, 16, 1, 9])
             session, plain = engine.session(ENGINE_BATCH), ResidentSession(mixed.reference, ENGINE_BATCH, CONTEXT)

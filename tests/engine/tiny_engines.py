@@ -15,7 +15,7 @@ from flashmoe_jax.config import ModelConfig
 from flashmoe_jax.engine.budget import Budget, Request, plan_memory
 from flashmoe_jax.engine.dense import DenseWeights, split_dense_weights
 from flashmoe_jax.engine.engine import Engine
-from flashmoe_jax.engine.expert_memory import ExpertMemory
+from flashmoe_jax.engine.expert_memory import ExpertMemory, policy_bytes
 from flashmoe_jax.experts.slots import InsertedSlots
 from flashmoe_jax.model_dir import ModelDirectory
 from flashmoe_jax.policy import Policy, PolicyShape, make_policy
@@ -89,6 +89,7 @@ def make_engine(
         budget=Budget(slots=slots),
         memory_limit=None,
         dense_bytes=model.directory.manifest.dense_bytes,
+        policy_bytes=policy_bytes(chosen, shape, is_guarded=guard_window is not None),
         runtime_bytes=0,
         available_bytes=1 << 40,
         total_bytes=1 << 40,
