@@ -28,6 +28,8 @@ from train_policy.replay_steps import joined
 REFERENCES = ("lru", "decayed", "min")  # every figure is made with these
 NOT_COMPARED = ("static", "min-bypass")  # hindsight; keeps nothing that it could have evicted
 ALL = "all"  # tests together, in the place of a test
+# Where one prompt is all there is, pieces of it stand in for prompts.
+BLOCK_TOKENS = 16
 _POLICY_JSON = "policy.json"
 
 
@@ -48,12 +50,12 @@ class Candidate:
 
 
 class Trial(NamedTuple):
-    """One trace, as far as it counts."""
+    """One trace, as far as it counts, in N units that a bootstrap draws: its prompts, or the blocks of a single one."""
 
     name: str
     file: str
     note: str  # which prompts count, and why
-    seq_id: np.ndarray  # of the N prompts that count
+    num_prompts: int
     tokens: np.ndarray  # [N]
     num_experts: int
     slots: dict[str, int]  # per layer, by what was asked for
@@ -192,9 +194,13 @@ def run_tests(
         prepared.append((name, path, choice, trace, per_layer, replayer))
     tests = []
     for name, path, choice, trace, per_layer, replayer in prepared:
-        _, prompt_of_step = np.unique(trace.seq_id, return_inverse=True)
-        say(f"{name}: {len(trace.ids)} tokens, {choice.note}")
-        auditor = Auditor.of(replayer.steps, prompt_of_step)
+        _, unit_of_step = np.unique(trace.seq_id, return_inverse=True)
+        note = choice.note
+        if len(choice.seq_id) == 1:
+            unit_of_step = np.arange(len(trace.ids)) // BLOCK_TOKENS
+            note += f"; it is one, and intervals are over its blocks of {BLOCK_TOKENS} tokens"
+        say(f"{name}: {len(trace.ids)} tokens, {note}")
+        auditor = Auditor.of(replayer.steps, unit_of_step)
         counts = {}
         for policy, given in [*((p, p) for p in against), *((c.name, str(c.folder)) for c in candidates)]:
             began = time.perf_counter()
@@ -205,9 +211,9 @@ def run_tests(
             Trial(
                 name=name,
                 file=path.name,
-                note=choice.note,
-                seq_id=choice.seq_id,
-                tokens=np.bincount(prompt_of_step),
+                note=note,
+                num_prompts=len(choice.seq_id),
+                tokens=np.bincount(unit_of_step),
                 num_experts=trace.meta["experts"],
                 slots=per_layer,
                 counts=counts,
@@ -217,17 +223,17 @@ def run_tests(
 
 
 def _test_names(loaded: Sequence[tuple[Path, Trace]]) -> list[str]:
-    """The domain of each trace, or its file's name where that does not tell them apart."""
-    domains = [str(trace.meta.get("domain") or path.stem) for path, trace in loaded]
-    names = [
-        domain if domains.count(domain) == 1 else f"{domain} ({path.stem})"
-        for domain, (path, _) in zip(domains, loaded, strict=True)
-    ]
-    if len(set(names)) < len(names) or ALL in names:
-        names = [str(path) for path, _ in loaded]
-    if len(set(names)) < len(names):
+    """The domain of each trace, with its file's name or folder where that does not tell them apart."""
+    if len({path.resolve() for path, _ in loaded}) < len(loaded):
         raise ConfigError("a trace is given twice; give each once")
-    return names
+    domains = [str(trace.meta.get("domain") or path.stem) for path, trace in loaded]
+    longer = [
+        domains,
+        [f"{domain} ({path.stem})" for domain, (path, _) in zip(domains, loaded, strict=True)],
+        [path.resolve().parent.name for path, _ in loaded],
+        [str(path.resolve()) for path, _ in loaded],
+    ]
+    return next(names for names in longer if len(set(names)) == len(names) and ALL not in names)
 
 
 def _slots(wanted: Sequence[str], trace: Trace, is_default: bool) -> dict[str, int]:

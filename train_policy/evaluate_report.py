@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from train_policy.evaluate import ALL
+from train_policy.evaluate import ALL, BLOCK_TOKENS
 from train_policy.figures import MEAN, Evaluation, Figures, rows
 
 TITLES = {
@@ -140,8 +140,8 @@ def _domains_table(evaluation: Evaluation, metric: str) -> str:
 def _interval_note(evaluation: Evaluation) -> str:
     if not evaluation.num_draws:
         return "No intervals were asked for."
-    if max(len(test.tokens) for test in evaluation.tests) < 2:
-        return "There are no intervals: one prompt says nothing about others."
+    if min(len(test.tokens) for test in evaluation.tests) < 2:
+        return f"There is no interval where a test has one prompt of at most {BLOCK_TOKENS} tokens."
     return (
         f"In brackets: 95 % intervals, {evaluation.num_draws:,} bootstrap draws of prompts, the same for all policies."
     )

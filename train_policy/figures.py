@@ -84,12 +84,10 @@ def evaluated(candidates: Sequence[Candidate], tests: Sequence[Trial], *, num_dr
     return Evaluation(list(candidates), policies, list(tests), figures, num_draws)
 
 
-def _weights(random: np.random.Generator, num_prompts: int, num_draws: int) -> np.ndarray:
-    """How often each prompt counts, float64 `[1 + draws, N]`. One prompt says nothing about others: no draws."""
-    draws = random.multinomial(num_prompts, np.full(num_prompts, 1 / num_prompts), num_draws if num_prompts > 1 else 0)
-    if num_prompts == 1:
-        draws = np.full((num_draws, 1), np.nan)
-    return np.concatenate([np.ones((1, num_prompts)), draws])
+def _weights(random: np.random.Generator, num_units: int, num_draws: int) -> np.ndarray:
+    """How often each unit counts, float64 `[1 + draws, N]`. One says nothing about others: its draws are NaN."""
+    draws = random.multinomial(num_units, np.full(num_units, 1 / num_units), num_draws).astype(float)
+    return np.concatenate([np.ones((1, num_units)), draws if num_units > 1 else np.full_like(draws, np.nan)])
 
 
 def _sums(test: Trial, label: str, policies: Sequence[str], weights: np.ndarray) -> np.ndarray:
@@ -186,7 +184,7 @@ def rows(evaluation: Evaluation) -> list[dict[str, Any]]:
                     "policy": policy,
                     "slots": label,
                     "slots_per_layer": tests[0].slots.get(label) if len(tests) == 1 else None,
-                    "prompts": sum(len(test.tokens) for test in tests),
+                    "prompts": sum(test.num_prompts for test in tests),
                     "tokens": int(sum(test.tokens.sum() for test in tests)),
                 }
                 for metric in METRICS:

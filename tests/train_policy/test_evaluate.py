@@ -92,7 +92,7 @@ def made_test(misses: dict[str, list[list[int]]], accesses: int = 100, tokens: i
         "name": "one",
         "file": "one.npz",
         "note": "all",
-        "seq_id": np.arange(num_prompts),
+        "num_prompts": num_prompts,
         "tokens": np.full(num_prompts, tokens),
         "num_experts": 8,
         "slots": {f"{2 * i + 2}": 2 * i + 2 for i in range(len(of_slots))},
@@ -376,6 +376,24 @@ class TestCommand:
             assert run(*options)[0] == 0
             contents.append({path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()})
         assert contents[0] == contents[1]
+
+    def test_a_single_prompt_is_drawn_in_blocks(self, run):
+        status, out, err = run("--json", "--against", "lru", "--slots", "4", "--test-prompts", "12")
+        assert status == 0, err
+        assert "blocks of 16 tokens" in err
+        row = json.loads(out)[0]
+        assert row["prompts"] == 1 and row["tokens"] == 20
+        assert row["hit_rate_low"] < row["hit_rate"] < row["hit_rate_high"]
+
+    def test_traces_of_one_name(self, run, folder: Path, tmp_path: Path):
+        for name in ("one", "two"):
+            (tmp_path / name).mkdir()
+            trace = load_trace(folder / "code.npz")
+            save_trace(trace._replace(meta={"experts": 16}), tmp_path / name / "routes.npz")
+        traces = tuple(str(tmp_path / name / "routes.npz") for name in ("one", "two"))
+        status, out, err = run("--json", "--against", "lru", "--slots", "4", traces=traces)
+        assert status == 0, err
+        assert list(dict.fromkeys(row["test"] for row in json.loads(out))) == ["all", "one", "two"]
 
     def test_what_else_is_in_the_folder_stays(self, run, tmp_path: Path):
         (tmp_path / "out").mkdir()
