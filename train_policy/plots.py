@@ -152,12 +152,12 @@ def _domains(evaluation: Evaluation) -> Figure:
 
 
 def _heat_map(figure: Figure, panel: Axes, values: np.ndarray, title: str) -> None:
-    """Numbers on colours; white is nothing, red is worse than LRU."""
+    """Numbers on colours; red is worse than LRU, white is where LRU and MIN do not differ."""
     # No colour for what is not known, and no warning about it.
     image = panel.imshow(np.ma.masked_invalid(values), cmap="RdYlGn", vmin=-1, vmax=1, aspect="auto")
     for (row, column), value in np.ndenumerate(values):
         if not np.isnan(value):
-            panel.text(column, row, f"{value:.2f}".replace("0.", "."), ha="center", va="center", fontsize=7)
+            panel.text(column, row, f"{round(value, 2) + 0.0:.2f}".replace("0.", "."), ha="center", va="center", fontsize=7)
     panel.set_title(title, fontsize=10)
     panel.tick_params(labelsize=8)
     figure.colorbar(image, ax=panel, fraction=0.03, pad=0.02)
