@@ -157,7 +157,8 @@ def _heat_map(figure: Figure, panel: Axes, values: np.ndarray, title: str) -> No
     image = panel.imshow(np.ma.masked_invalid(values), cmap="RdYlGn", vmin=-1, vmax=1, aspect="auto")
     for (row, column), value in np.ndenumerate(values):
         if not np.isnan(value):
-            panel.text(column, row, f"{round(value, 2) + 0.0:.2f}".replace("0.", "."), ha="center", va="center", fontsize=7)
+            shown = f"{round(value, 2) + 0.0:.2f}".replace("0.", ".")
+            panel.text(column, row, shown, ha="center", va="center", fontsize=7)
     panel.set_title(title, fontsize=10)
     panel.tick_params(labelsize=8)
     figure.colorbar(image, ax=panel, fraction=0.03, pad=0.02)
