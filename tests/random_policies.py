@@ -40,8 +40,12 @@ def random_policy(
             "last_kernel": weights(L, heads, E, hidden),
             "last_bias": weights(L, heads, E),
             "own": weights(L, heads, len(SHIFTS)),
+            "own_kernel": weights(L, 4, len(SHIFTS)),
+            "own_bias": weights(L, 4),
+            "own_last": weights(L, heads, 4),
             "first_peak": np.full(L, 2.0, np.float32),
             "second_peak": np.full(L, 1.5, np.float32),
+            "own_peak": np.full(L, 1.0, np.float32),
         }
     else:
         networks = 1 if kind == "shared" else L

@@ -2,7 +2,7 @@
 
     h1 = relu(A own + sets + a)      own: decayed counts of all experts, router logits, hidden state
     h2 = relu(B h1 + b)              sets: sum of the set vectors of all layers (`history.sets_around`)
-    keep = C h2 + c + own counts weighed alike for every expert
+    keep = C h2 + c + v counts + w relu(U counts + u), the last two of an expert's own counts, alike for every expert
 
 Owns the network in whole numbers and how trained floats become it. Invariant: no sum reaches `network.EXACT`, so keep
 values are the same bits in every program.
@@ -45,6 +45,8 @@ class ContextNetwork(NamedTuple):
     second: IntegerLayer  # [H2, H]
     last: IntegerLayer  # [E, H2]
     own: Array  # [K] weight of an expert's own counts in its keep value
+    own_first: IntegerLayer  # [J, K] of an expert's own counts
+    own_last: Array  # [J] weight of these in its keep value
 
 
 class TrainedContext(NamedTuple):
@@ -59,8 +61,12 @@ class TrainedContext(NamedTuple):
     last_kernel: np.ndarray  # [L, M, E, H2], M heads
     last_bias: np.ndarray  # [L, M, E]
     own: np.ndarray  # [L, M, K]
+    own_kernel: np.ndarray  # [L, J, K]
+    own_bias: np.ndarray  # [L, J]
+    own_last: np.ndarray  # [L, M, J]
     first_peak: np.ndarray  # [L] activations beyond it are cut off, see `network.to_integers`
     second_peak: np.ndarray  # [L]
+    own_peak: np.ndarray  # [L]
 
 
 def context_policy(networks: tuple[ContextNetwork, ...], inputs: frozenset[str]) -> Policy:
@@ -99,7 +105,9 @@ def context_keep(params: ContextNetwork, own: Array, sets: Array) -> Array:
     h1 = activate(params.first, affine(params.first, own) + sets)
     h2 = activate(params.second, affine(params.second, h1))
     level = own[..., : len(SHIFTS) * num_experts].reshape(*own.shape[:-1], len(SHIFTS), num_experts)
-    return affine(params.last, h2) + jnp.sum(level * params.own[:, None], axis=-2)
+    of_counts = activate(params.own_first, affine(params.own_first, jnp.swapaxes(level, -1, -2)))
+    alike = jnp.sum(level * params.own[:, None], axis=-2) + jnp.sum(of_counts * params.own_last, axis=-1)
+    return affine(params.last, h2) + alike
 
 
 def round_context(
@@ -123,9 +131,10 @@ def round_context(
     heads_LE = np.tensordot(t.last_bias, head_weight, ((1,), (0,)))
     kernel_LEH = np.tensordot(t.last_kernel, head_weight, ((1,), (0,)))
     own_LK = np.tensordot(t.own, head_weight, ((1,), (0,)))
+    own_LJ = np.tensordot(t.own_last, head_weight, ((1,), (0,)))
     networks = []
     for layer in range(L):
-        units = [peak[layer] / MAX_ACTIVATION for peak in (t.first_peak, t.second_peak)]
+        units = [peak[layer] / MAX_ACTIVATION for peak in (t.first_peak, t.second_peak, t.own_peak)]
         vectors = SetVectors(
             _whole(t.upward[layer] * steps),
             _whole(t.downward[layer] * steps),
@@ -134,9 +143,12 @@ def round_context(
         )
         second = t.second_kernel[layer % len(t.second_kernel)] * units[0]
         second_steps = _grid(np.abs(second).sum(axis=1) * MAX_ACTIVATION + np.abs(t.second_bias[layer]), second)
-        last, own = kernel_LEH[layer] * units[1], own_LK[layer] / MAX_INPUT
-        last_reach = np.abs(last).sum(axis=1) * MAX_ACTIVATION + np.abs(own).sum() * MAX_INPUT
-        last_steps = _grid(last_reach + np.abs(heads_LE[layer]), last, own)
+        of_counts = t.own_kernel[layer] / MAX_INPUT
+        count_steps = _grid(np.abs(of_counts).sum(axis=1) * MAX_INPUT + np.abs(t.own_bias[layer]), of_counts)
+        last, own, own_last = kernel_LEH[layer] * units[1], own_LK[layer] / MAX_INPUT, own_LJ[layer] * units[2]
+        alike_reach = np.abs(own).sum() * MAX_INPUT + np.abs(own_last).sum() * MAX_ACTIVATION
+        last_reach = np.abs(last).sum(axis=1) * MAX_ACTIVATION + np.abs(heads_LE[layer]) + alike_reach
+        last_steps = _grid(last_reach, last, own, own_last)
         networks.append(
             ContextNetwork(
                 vectors=vectors,
@@ -144,6 +156,8 @@ def round_context(
                 second=_layer(second, t.second_bias[layer], second_steps, 1 / (second_steps * units[1])),
                 last=_layer(last, heads_LE[layer], last_steps, 0.0),
                 own=_whole(own * last_steps),
+                own_first=_layer(of_counts, t.own_bias[layer], count_steps, 1 / (count_steps * units[2])),
+                own_last=_whole(own_last * last_steps),
             )
         )
     return tuple(networks)
@@ -151,7 +165,8 @@ def round_context(
 
 def _grid(reach: np.ndarray, *weights: np.ndarray) -> float:
     """Steps per 1 that keep every sum exact, whatever rounding adds, and every weight small."""
-    rounding = (sum(w.size // max(len(reach), 1) for w in weights) + 1) * MAX_ACTIVATION
+    # Half a step for every weight that one sum meets: a row of a matrix, all of a vector.
+    rounding = (sum(w.shape[-1] for w in weights) + 1) * MAX_ACTIVATION / 2
     largest = max(float(np.abs(w).max(initial=1e-30)) for w in weights)
     return min((EXACT - 1 - rounding) / float(reach.max(initial=1e-30)), MAX_WEIGHT / largest)
 

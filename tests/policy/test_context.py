@@ -34,7 +34,9 @@ def in_floats(trained: TrainedContext, layer: int, own: np.ndarray, sets: np.nda
     h2 = trained.second_kernel[layer] @ h1 + trained.second_bias[layer]
     h2 = np.clip(h2, 0, trained.second_peak[layer])
     counts = own[: len(SHIFTS) * MODEL.num_experts].reshape(len(SHIFTS), -1)
-    return trained.last_kernel[layer, 0] @ h2 + trained.last_bias[layer, 0] + trained.own[layer, 0] @ counts
+    h3 = np.clip(trained.own_kernel[layer] @ counts + trained.own_bias[layer][:, None], 0, trained.own_peak[layer])
+    alike = trained.own[layer, 0] @ counts + trained.own_last[layer, 0] @ h3
+    return trained.last_kernel[layer, 0] @ h2 + trained.last_bias[layer, 0] + alike
 
 
 def test_rounding_keeps_the_order_of_what_differs():
@@ -66,7 +68,9 @@ def test_no_sum_reaches_what_float32_cannot_hold():
         first = network.first.kernel @ largest + network.first.bias + sets
         assert first.max() < EXACT
         assert (network.second.kernel.sum(axis=1) * 255.0 + network.second.bias).max() < EXACT
-        last = network.last.kernel.sum(axis=1) * 255.0 + network.last.bias + network.own.sum() * 255.0
+        assert (network.own_first.kernel.sum(axis=1) * 255.0 + network.own_first.bias).max() < EXACT
+        alike = (network.own.sum() + network.own_last.sum()) * 255.0
+        last = network.last.kernel.sum(axis=1) * 255.0 + network.last.bias + alike
         assert last.max() < EXACT
 
 
