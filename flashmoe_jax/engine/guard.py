@@ -21,7 +21,7 @@ its own step in the ledger, within the allowance. A prompt makes d 0, and cuttin
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,37 +29,41 @@ from jax import Array, lax
 
 from flashmoe_jax.experts.residency import Residency, init_residency, plan_step
 from flashmoe_jax.policy.base import PolicyShape
-from flashmoe_jax.policy.heuristics import heuristic, used_experts
+from flashmoe_jax.policy.heuristics import decay, used_experts
 
 # Steps whose every choice may be a miss before a layer falls back.
 WINDOW_STEPS = 64
 # More than any two scores of `decayed` differ, whose counts stay below 1 / (1 - 2**(-1/16)) = 23.6.
 OUTSIDE = 64.0
-DECAYED = heuristic("decayed")
+_DEBT100, _IS_FALLBACK = 0, 1
 
 
 class GuardState(NamedTuple):
-    """State of all MoE layers; donated with the rest of a step's state."""
+    """State of all MoE layers; donated with the rest of a step's state. Few arrays: each costs a call some time."""
 
     shadow: Residency
-    usage: Any  # state of `decayed`
-    debt100: Array  # [L] int32: 100 * reads - 101 * the shadow's reads, not below -100 * window * top_k
-    is_fallback: Array  # [L] bool: `decayed` chooses who leaves
+    decayed: Array  # [L, E] float32, the score of `decayed`
+    ledger: Array  # [L, 2] int32: 100 * reads - 101 * the shadow's reads, cut off below; 1 in fallback, 0 else
 
 
 def init_guard(shape: PolicyShape, num_slots: int) -> GuardState:
     """No debt, an empty shadow."""
     return GuardState(
         shadow=init_residency(shape.num_layers, shape.num_experts, num_slots),
-        usage=DECAYED.init(shape),
-        debt100=jnp.zeros((shape.num_layers,), jnp.int32),
-        is_fallback=jnp.zeros((shape.num_layers,), bool),
+        decayed=jnp.zeros((shape.num_layers, shape.num_experts), jnp.float32),
+        ledger=jnp.zeros((shape.num_layers, 2), jnp.int32),
     )
+
+
+def is_in_fallback(state: GuardState, layer: Array) -> Array:
+    """Bool scalar: whether `decayed` chooses who leaves."""
+    return state.ledger[layer, _IS_FALLBACK] > 0
 
 
 def see_token(state: GuardState, layer: Array, expert_ids: Array) -> GuardState:
     """Counts one position of a prompt: int32 ids of any shape, -1 for none."""
-    return state._replace(usage=DECAYED.update((), state.usage, layer, expert_ids, None, None))
+    used_E = used_experts(expert_ids, state.decayed.shape[1])
+    return state._replace(decayed=state.decayed.at[layer].set(decay(state.decayed[layer], used_E)))
 
 
 def guard_step(
@@ -75,33 +79,30 @@ def guard_step(
         window_steps: static.
     """
     state = see_token(state, layer, expert_id_BX)
-    shadow, plan = plan_step(state.shadow, layer, expert_id_BX, lambda: DECAYED.score((), state.usage, layer))
-    needed_E = used_experts(expert_id_BX, shadow.slot_of_expert.shape[1])
+    worth_E = state.decayed[layer]
+    shadow, plan = plan_step(state.shadow, layer, expert_id_BX, lambda: worth_E)
+    needed_E = used_experts(expert_id_BX, len(worth_E))
     num_reads = jnp.sum(needed_E & (residency.slot_of_expert[layer] < 0), dtype=jnp.int32)
     num_shadow_reads = jnp.sum(plan.miss_expert >= 0, dtype=jnp.int32)
     allowance100 = 100 * window_steps * expert_id_BX.shape[1]
-    debt100 = jnp.maximum(state.debt100[layer] + 100 * num_reads - 101 * num_shadow_reads, -allowance100)
-    is_fallback = debt100 > jnp.where(state.is_fallback[layer], allowance100 // 2, allowance100)
-    return state._replace(
-        shadow=shadow,
-        debt100=state.debt100.at[layer].set(debt100),
-        is_fallback=state.is_fallback.at[layer].set(is_fallback),
-    )
+    before = state.ledger[layer]
+    debt100 = jnp.maximum(before[_DEBT100] + 100 * num_reads - 101 * num_shadow_reads, -allowance100)
+    is_fallback = debt100 > jnp.where(before[_IS_FALLBACK] > 0, allowance100 // 2, allowance100)
+    row = jnp.stack([debt100, is_fallback.astype(jnp.int32)])
+    return state._replace(shadow=shadow, ledger=state.ledger.at[layer].set(row))
 
 
 def guarded_keep(state: GuardState, layer: Array, learned: Callable[[], Array]) -> Array:
     """Keep values `[E]` float32 for the victims of a decode step, after `guard_step`; `learned` gives the policy's."""
-
-    def fallback() -> Array:
-        worth_E = DECAYED.score((), state.usage, layer)
-        return jnp.where(state.shadow.slot_of_expert[layer] >= 0, worth_E, worth_E - OUTSIDE)
-
-    return lax.cond(state.is_fallback[layer], fallback, learned)
+    worth_E, is_outside_E = state.decayed[layer], state.shadow.slot_of_expert[layer] < 0
+    fallback_E = jnp.where(is_outside_E, worth_E - OUTSIDE, worth_E)
+    return lax.cond(is_in_fallback(state, layer), lambda: fallback_E, learned)
 
 
 def guarded_prompt_keep(state: GuardState, layer: Array, learned: Callable[[], Array]) -> Array:
     """Keep values `[E]` float32 after a prompt, whose residents the shadow takes over."""
-    return lax.cond(state.is_fallback[layer], lambda: DECAYED.score((), state.usage, layer), learned)
+    worth_E = state.decayed[layer]
+    return lax.cond(is_in_fallback(state, layer), lambda: worth_E, learned)
 
 
 @functools.partial(jax.jit, donate_argnums=0)

@@ -15,7 +15,14 @@ import numpy as np
 from jax import Array, lax
 
 from flashmoe_jax.engine.dense import LayerKind, Leaves
-from flashmoe_jax.engine.guard import GuardState, guard_step, guarded_keep, guarded_prompt_keep, see_token
+from flashmoe_jax.engine.guard import (
+    GuardState,
+    guard_step,
+    guarded_keep,
+    guarded_prompt_keep,
+    is_in_fallback,
+    see_token,
+)
 from flashmoe_jax.experts.ffn import add_expert_outputs, expert_ffn, expert_ffn_group
 from flashmoe_jax.experts.residency import Residency, fill_free_slots, plan_step
 from flashmoe_jax.models.attention import KVCache
@@ -113,7 +120,7 @@ def make_decode_step(kind: LayerKind, policy: Policy, rows: RowMap, guard_window
             else:
                 assert guard_window is not None
                 guard = guard_step(guard, state.residency, layer, expert_BX, guard_window)
-                is_fallback = guard.is_fallback[layer][None].astype(jnp.int32)
+                is_fallback = is_in_fallback(guard, layer)[None].astype(jnp.int32)
                 residency, plan = plan_step(state.residency, layer, expert_BX, lambda: guarded_keep(guard, layer, keep))
         R = rows.num_slots
         staged_BX = rows.num_layers * R + (plan.slot - R) % rows.num_staging

@@ -56,13 +56,18 @@ def update_usage(
     used_E = used_experts(expert_ids, state.last_use.shape[1])
     took_part = jnp.any(used_E)
     clock = state.clock[layer] + took_part.astype(jnp.int32)
-    decay = jnp.where(took_part, jnp.float32(0.5 ** (1.0 / HALF_LIFE_STEPS)), 1.0)
     return UsageState(
         clock=state.clock.at[layer].set(clock),
         last_use=state.last_use.at[layer].set(jnp.where(used_E, clock, state.last_use[layer])),
         uses=state.uses.at[layer].add(used_E.astype(jnp.float32)),
-        decayed=state.decayed.at[layer].set(state.decayed[layer] * decay + used_E),
+        decayed=state.decayed.at[layer].set(decay(state.decayed[layer], used_E)),
     )
+
+
+def decay(decayed_E: Array, used_E: Array) -> Array:
+    """Decayed counts of a layer `[E]` after a step that used `used_E`; one that used nobody changes nothing."""
+    factor = jnp.where(jnp.any(used_E), jnp.float32(0.5 ** (1.0 / HALF_LIFE_STEPS)), 1.0)
+    return decayed_E * factor + used_E
 
 
 def _age(state: UsageState, layer: Array) -> Array:

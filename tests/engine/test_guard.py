@@ -71,7 +71,7 @@ class Layer:
         )
         self.reads += int(reads)
         self.shadow_reads += int(shadow_reads)
-        self.modes.append(bool(self.guard.is_fallback[LAYER]))
+        self.modes.append(bool(self.guard.ledger[LAYER, 1]))
         assert 100 * self.reads <= 101 * self.shadow_reads + 100 * (self.num_slots + self.window * TOP_K)
 
     def prompt(self, residents: list[int]) -> None:
@@ -142,7 +142,7 @@ def test_a_bad_policy_falls_and_a_good_one_returns():
         layer.decode(random.permutation(EXPERTS)[None, :TOP_K], hostile_keep(layer, random))
     assert not layer.modes[-1]
     assert layer.reads - layer.shadow_reads <= lost + 5
-    assert layer.guard.debt100[LAYER] <= 100 * 2 * TOP_K // 2
+    assert layer.guard.ledger[LAYER, 0] <= 100 * 2 * TOP_K // 2
 
 
 def test_credit_is_limited():
@@ -154,7 +154,7 @@ def test_credit_is_limited():
         ours = layer.holds(layer.residency)
         ids = random.permutation(sorted(ours))[:TOP_K] if len(ours) >= 5 else random.permutation(EXPERTS)[:TOP_K]
         layer.decode(ids[None], random.random(EXPERTS))
-    assert layer.guard.debt100[LAYER] >= -100 * 4 * TOP_K
+    assert layer.guard.ledger[LAYER, 0] >= -100 * 4 * TOP_K
     reads, shadow_reads = layer.reads, layer.shadow_reads
     for _ in range(60):
         layer.decode(hostile_ids(layer, random, 1), hostile_keep(layer, random))
@@ -178,7 +178,7 @@ def test_a_prompt_in_fallback_keeps_what_decayed_keeps():
         guard = see_token(guard, jnp.int32(LAYER), jnp.array(ids))
     learned = np.arange(EXPERTS, dtype=np.float32)
     np.testing.assert_array_equal(guarded_prompt_keep(guard, jnp.int32(LAYER), lambda: learned), learned)
-    fallen = guard._replace(is_fallback=guard.is_fallback.at[LAYER].set(True))
+    fallen = guard._replace(ledger=guard.ledger.at[LAYER, 1].set(1))
     keep = np.asarray(guarded_prompt_keep(fallen, jnp.int32(LAYER), lambda: learned))
     assert np.argsort(-keep, kind="stable")[:3].tolist() == [4, 3, 0]
 
@@ -192,9 +192,9 @@ def test_the_shadow_is_a_copy():
     """Both are donated to the next step: they must not share memory, or one would overwrite the other."""
     residency = init_residency(LAYERS, EXPERTS, 3)
     guard = init_guard(PolicyShape(LAYERS, EXPERTS, TOP_K), 3)
-    usage = guard.usage
+    decayed = guard.decayed
     guard = start_shadow(guard, residency)
-    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(usage))
+    assert decayed.is_deleted()
     for copy, original in zip(guard.shadow, residency, strict=True):
         assert copy.unsafe_buffer_pointer() != original.unsafe_buffer_pointer()
 
@@ -226,7 +226,7 @@ def test_an_engine_under_guard_stays_exact_and_says_what_happened(mixed: TinyMod
         assert "falls back to decayed" in notes[0] and "wrong" in notes[0]
         assert engine.take_notes() == []
         engine.memory.reset()
-        assert not np.asarray(engine.memory.state.guard.is_fallback).any()
+        assert not np.asarray(engine.memory.state.guard.ledger).any()
         assert engine.stats()["fallback_share"] == stats["fallback_share"]
 
 
