@@ -92,7 +92,7 @@ def test_text_streams_to_stdout_and_the_rest_to_stderr(run, run_json):
 
 def test_budget_and_policy_do_not_change_tokens(run_json):
     options = ("--prompt", PROMPT, "--max-new-tokens", "12")
-    first = run_json(*options)
+    first = run_json(*options, "--policy", "lru")
     second = run_json(*options, "--policy", "lfu", budget="100%")
     assert first["token_ids"] == second["token_ids"]
     assert (first["policy"], second["policy"]) == ("lru", "lfu")
