@@ -3,7 +3,8 @@
 Three labels. `distance` is the paper's: steps to the next use, clamped; a regression. `reuse` is e^(-(steps - 1)/τ) for
 several horizons τ: few slots ask about the next few steps, many slots about many. `victim` is Belady's choice itself:
 whether an expert is among the R that are used soonest, for several R; MIN's victims are the residents that are not.
-Owns distances, targets and losses; knows no network. Invariant: a loss falls when keep values order experts as MIN does.
+Owns distances, targets and losses; knows no network. Invariant: a loss is least where keep values order experts as MIN
+does.
 """
 
 import dataclasses

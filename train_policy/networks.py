@@ -2,11 +2,12 @@
 
 Owns the networks' parameters and their float arithmetic; how they are rounded to whole numbers and scored is
 `flashmoe_jax/policy`'s. Every module gives keep values, the higher the longer an expert should stay, of M heads:
-`[L, B, M, E]`. Invariant: a module's `arrays` are those of `SavedPolicy`, so that what is trained is what is saved; but
-for rounding and the cut at the peaks they mean the same.
+`[L, B, M, E]`. Invariant: `weights` and the `peaks` of activations are the arrays of `SavedPolicy`, which mean the same
+but for rounding and the cut at the peaks.
 """
 
 import dataclasses
+import itertools
 from typing import Any, NamedTuple
 
 import jax
@@ -21,6 +22,7 @@ from flashmoe_jax.policy.learned import SHARED_WIDTH, paper_width
 
 # Activations are cut off where all but this share of them end: 255 steps must do for the rest.
 _PEAK_QUANTILE = 0.9998
+_OWN_UNITS = 16  # of the part of a context network that treats all experts alike
 PAPER_HIDDEN = {"expert": 128, "layer": 64}  # units of the hidden layers, by shape
 
 
@@ -56,22 +58,26 @@ class ContextNetwork(nnx.Module):
         model: whose layers these are.
         size: of the network.
         first_guess: keep value before training.
-        rngs: of the initial weights.
+        random: of the initial weights.
     """
 
-    def __init__(self, model: PolicyShape, size: ContextSize, first_guess: float, *, rngs: nnx.Rngs):
+    def __init__(self, model: PolicyShape, size: ContextSize, first_guess: float, *, random: np.random.Generator):
         L, E, H, M = model.num_layers, model.num_experts, size.hidden_units, size.num_heads
         # Of all layers' sets L·k entries are 1; own inputs are mostly well below 1.
         set_scale = 0.5 * (2 / (L * model.top_k)) ** 0.5
-        self.upward = _normal(rngs, (L, E, H), set_scale)
-        self.downward = _normal(rngs, (L, E, H), set_scale)
-        self.first_kernel = _normal(rngs, (L, H, size.own_width), (2 / (size.own_width + L * E)) ** 0.5)
+        self.upward = _normal(random, (L, E, H), set_scale)
+        self.downward = _normal(random, (L, E, H), set_scale)
+        self.first_kernel = _normal(random, (L, H, size.own_width), (2 / (size.own_width + L * E)) ** 0.5)
         self.first_bias = nnx.Param(jnp.zeros((L, H)))
-        self.second_kernel = _normal(rngs, (L, H, H), (2 / H) ** 0.5)
+        self.second_kernel = _normal(random, (L, H, H), (2 / H) ** 0.5)
         self.second_bias = nnx.Param(jnp.zeros((L, H)))
-        self.last_kernel = _normal(rngs, (L, M, E, H), 0.3 / H**0.5)
+        self.last_kernel = _normal(random, (L, M, E, H), 0.3 / H**0.5)
         self.last_bias = nnx.Param(jnp.full((L, M, E), first_guess))
-        self.own = nnx.Param(jnp.zeros((L, M, len(SHIFTS))))
+        K, J = len(SHIFTS), _OWN_UNITS
+        self.own = nnx.Param(jnp.zeros((L, M, K)))
+        self.own_kernel = _normal(random, (L, J, K), (2 / K) ** 0.5)
+        self.own_bias = _normal(random, (L, J), 0.1)
+        self.own_last = nnx.Param(jnp.zeros((L, M, J)))
 
     def __call__(self, batch: ContextBatch, masks: Masks | None = None) -> Array:
         """Keep values `[L, B, M, E]`."""
@@ -81,7 +87,17 @@ class ContextNetwork(nnx.Module):
         keep = jnp.einsum("lbh,lnh->lbn", h2, self.last_kernel[...].reshape(L, M * E, H))
         counts = batch.own[..., : len(SHIFTS) * E].reshape(L, -1, len(SHIFTS), E)
         keep = keep.reshape(L, -1, M, E) + self.last_bias[:, None]
-        return keep + jnp.einsum("lbke,lmk->lbme", counts, self.own[...])
+        of_counts = self.of_counts(counts)
+        return (
+            keep
+            + jnp.einsum("lbke,lmk->lbme", counts, self.own[...])
+            + jnp.einsum("lbje,lmj->lbme", of_counts, self.own_last[...])
+        )
+
+    def of_counts(self, counts_LBKE: Array) -> Array:
+        """Activations `[L, B, J, E]` that every expert's own counts make, alike for all experts."""
+        sums = jnp.einsum("lbke,ljk->lbje", counts_LBKE, self.own_kernel[...])
+        return jax.nn.relu(sums + self.own_bias[:, None, :, None])
 
     def activations(self, batch: ContextBatch, masks: Masks | None = None) -> tuple[Array, Array]:
         """Of both hidden layers, `[L, B, H]`."""
@@ -97,19 +113,24 @@ class ContextNetwork(nnx.Module):
         h2 = jnp.einsum("lbh,ljh->lbj", h1, self.second_kernel[...])
         return h1, jax.nn.relu(h2 + self.second_bias[:, None])
 
-    def arrays(self, batch: ContextBatch) -> dict[str, np.ndarray]:
-        """Weights by name, with the peaks of the activations that `batch` makes."""
+    def peaked(self, batch: ContextBatch) -> dict[str, Array]:
+        """Activations `[L, ...]`, by the name of their peak."""
         h1, h2 = self.activations(batch)
-        weights = {name: np.asarray(p[...]) for name, p in vars(self).items() if isinstance(p, nnx.Param)}
-        return weights | {"first_peak": _peaks(h1), "second_peak": _peaks(h2)}
+        L, _, E, _ = self.last_kernel.shape
+        counts = batch.own[..., : len(SHIFTS) * E].reshape(L, -1, len(SHIFTS), E)
+        return {"first_peak": h1, "second_peak": h2, "own_peak": self.of_counts(counts)}
+
+    def weights(self) -> dict[str, np.ndarray]:
+        """Weights by name."""
+        return {name: np.asarray(p[...]) for name, p in vars(self).items() if isinstance(p, nnx.Param)}
 
 
 class AffineNetwork(nnx.Module):
     """Affine layers with an activation between them, one network for each of L MoE layers."""
 
-    def __init__(self, num_layers: int, widths: tuple[int, ...], activation: str, *, rngs: nnx.Rngs):
-        pairs = list(zip(widths[:-1], widths[1:], strict=True))
-        self.kernel = nnx.List([_normal(rngs, (num_layers, n, f), (1 / f) ** 0.5) for f, n in pairs])
+    def __init__(self, num_layers: int, widths: tuple[int, ...], activation: str, *, random: np.random.Generator):
+        pairs = list(itertools.pairwise(widths))
+        self.kernel = nnx.List([_normal(random, (num_layers, n, f), (1 / f) ** 0.5) for f, n in pairs])
         self.bias = nnx.List([nnx.Param(jnp.zeros((num_layers, n))) for _, n in pairs])
         self.activation = activation
 
@@ -121,12 +142,18 @@ class AffineNetwork(nnx.Module):
             hidden.append(jax.nn.silu(z) if self.activation == "silu" else jax.nn.relu(z))
         return z, hidden[:-1]
 
-    def weights(self, x: Array) -> dict[str, np.ndarray]:
-        """Weights by name, with the peaks of the activations that `x` makes."""
-        result = {f"peak{i}": _peaks(jnp.abs(h)) for i, h in enumerate(self.affine(x)[1])}
-        for i, (kernel, bias) in enumerate(zip(self.kernel, self.bias, strict=True)):
-            result |= {f"kernel{i}": np.asarray(kernel[...]), f"bias{i}": np.asarray(bias[...])}
-        return result
+    def peaked(self, inputs: Array) -> dict[str, Array]:
+        """Activations' magnitudes `[L, ...]`, by the name of their peak."""
+        return {f"peak{i}": jnp.abs(h) for i, h in enumerate(self.affine(self.rows(inputs))[1])}
+
+    def weights(self) -> dict[str, np.ndarray]:
+        """Weights by name."""
+        kernels = {f"kernel{i}": np.asarray(p[...]) for i, p in enumerate(self.kernel)}
+        return kernels | {f"bias{i}": np.asarray(p[...]) for i, p in enumerate(self.bias)}
+
+    def rows(self, inputs: Array) -> Array:
+        """Inputs of the policy as inputs of the networks, `[L, N, F]`."""
+        raise NotImplementedError
 
 
 class PaperNetwork(AffineNetwork):
@@ -135,24 +162,21 @@ class PaperNetwork(AffineNetwork):
     Args:
         model: whose layers these are.
         shape: "expert" for 2 → 128 → 128 → 1 per expert, "layer" for 2E → 64 → 64 → E.
-        rngs: of the initial weights.
+        random: of the initial weights.
     """
 
-    def __init__(self, model: PolicyShape, shape: str, *, rngs: nnx.Rngs):
+    def __init__(self, model: PolicyShape, shape: str, *, random: np.random.Generator):
         hidden, outputs = PAPER_HIDDEN[shape], 1 if shape == "expert" else model.num_experts
-        super().__init__(model.num_layers, (paper_width(shape, model), hidden, hidden, outputs), "silu", rngs=rngs)
+        super().__init__(model.num_layers, (paper_width(shape, model), hidden, hidden, outputs), "silu", random=random)
         self.shape = shape
 
     def __call__(self, inputs: Array) -> Array:
         """`[L, B, 2, E]` from 0 to 1, to `[L, B, 1, E]`."""
         L, B, _, E = inputs.shape
-        return -self.affine(self._rows(inputs))[0].reshape(L, B, 1, E)
+        return -self.affine(self.rows(inputs))[0].reshape(L, B, 1, E)
 
-    def arrays(self, inputs: Array) -> dict[str, np.ndarray]:
-        """Weights by name, with the peaks of the activations that `inputs` make."""
-        return self.weights(self._rows(inputs))
-
-    def _rows(self, inputs: Array) -> Array:
+    def rows(self, inputs: Array) -> Array:
+        """See AffineNetwork."""
         L, B, _, E = inputs.shape
         if self.shape == "layer":
             return inputs.reshape(L, B, 2 * E)
@@ -162,19 +186,16 @@ class PaperNetwork(AffineNetwork):
 class SharedNetwork(AffineNetwork):
     """One network for the experts of every layer of every model."""
 
-    def __init__(self, hidden_units: int, *, rngs: nnx.Rngs):
-        super().__init__(1, (SHARED_WIDTH, hidden_units, hidden_units, 1), "relu", rngs=rngs)
+    def __init__(self, hidden_units: int, *, random: np.random.Generator):
+        super().__init__(1, (SHARED_WIDTH, hidden_units, hidden_units, 1), "relu", random=random)
 
     def __call__(self, inputs: Array) -> Array:
         """`[L, B, E, SHARED_WIDTH]` from 0 to 1, to `[L, B, 1, E]`."""
         L, B, E, _ = inputs.shape
-        return self.affine(self._rows(inputs))[0].reshape(L, B, 1, E)
+        return self.affine(self.rows(inputs))[0].reshape(L, B, 1, E)
 
-    def arrays(self, inputs: Array) -> dict[str, np.ndarray]:
-        """Weights by name, with the peaks of the activations that `inputs` make."""
-        return self.weights(self._rows(inputs))
-
-    def _rows(self, inputs: Array) -> Array:
+    def rows(self, inputs: Array) -> Array:
+        """See AffineNetwork."""
         return inputs.reshape(1, -1, SHARED_WIDTH)  # layers, steps and experts merged
 
 
@@ -184,11 +205,11 @@ def is_decayed(path: tuple[Any, ...], _: Array) -> bool:
     return "bias" not in name and name != "own"
 
 
-def _normal(rngs: nnx.Rngs, shape: tuple[int, ...], scale: float) -> nnx.Param:
-    return nnx.Param(scale * jax.random.normal(rngs.params(), shape, jnp.float32))
+def _normal(random: np.random.Generator, shape: tuple[int, ...], scale: float) -> nnx.Param:
+    return nnx.Param(jnp.asarray(random.normal(0, scale, shape), jnp.float32))
 
 
-def _peaks(activation: Array) -> np.ndarray:
-    """Of every layer of `[L, ...]`; above 0."""
-    flat = np.asarray(activation).reshape(len(activation), -1)
+def peaks(activation: np.ndarray) -> np.ndarray:
+    """Where activations `[L, ...]` are cut off, per layer; above 0."""
+    flat = activation.reshape(len(activation), -1)
     return np.maximum(np.quantile(flat, _PEAK_QUANTILE, axis=1), 1e-3).astype(np.float32)
