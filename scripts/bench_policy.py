@@ -4,11 +4,13 @@ Builds a few layers of a model with random weights and random slots, decodes ran
 router, residency, policy, experts; what is missed is computed from the slot it was given, nothing is read), and
 prints one CSV row per policy: median milliseconds of a layer, its difference from `lru`, and the score by itself.
 Every step misses, so every step scores. Rounds are interleaved, so that a drift of the machine meets all policies
-alike; warm-up and compilation are excluded. Networks are random: their size is what counts.
+alike; warm-up and compilation are excluded. Networks are random: their size is what counts. Learned policies are under
+guard, as the engine runs them.
 """
 
 import argparse
 import csv
+import itertools
 import statistics
 import sys
 import time
@@ -21,6 +23,7 @@ import numpy as np
 
 from flashmoe_jax.config import ModelConfig
 from flashmoe_jax.engine.dense import split_dense_weights
+from flashmoe_jax.engine.guard import WINDOW_STEPS, init_guard
 from flashmoe_jax.engine.steps import RowMap, StepState, add_experts, make_decode_step, make_expert_ffn
 from flashmoe_jax.experts.record import RecordLayout
 from flashmoe_jax.experts.residency import init_residency
@@ -30,8 +33,8 @@ from flashmoe_jax.models.families import expert_field_specs
 from flashmoe_jax.models.weights import dense_weight_specs
 from flashmoe_jax.policy import Policy, PolicyShape, make_policy
 from flashmoe_jax.policy.base import ROUTER_LOGITS
-from flashmoe_jax.policy.learned import input_width
-from flashmoe_jax.policy.network import FloatLayer
+from flashmoe_jax.policy.history import SHIFTS, own_width
+from flashmoe_jax.policy.learned import SHARED_WIDTH, paper_width
 from flashmoe_jax.policy.saved import SavedPolicy
 
 COMMON = {"hidden_size": 2048, "vocab_size": 1024, "rms_norm_eps": 1e-5, "max_position_embeddings": 4096}
@@ -64,7 +67,7 @@ MODELS: dict[str, tuple[dict[str, Any], int]] = {
         48,
     ),
 }
-POLICIES = ("lru", "decayed", "context", "context+logits", "paper-expert", "paper-layer", "shared")
+POLICIES = ("lru", "decayed", "context", "context-logits", "paper-expert", "paper-layer", "shared")
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -82,25 +85,43 @@ def random_policy(name: str, model: PolicyShape, hidden: int, num_slots: int) ->
     if name in ("lru", "decayed"):
         return make_policy(name, model)
     random = np.random.default_rng(0)
-    kind = name.partition("+")[0].partition("-")[0]
-    shape = "layer" if name in ("paper-layer", "context", "context+logits") else "expert"
-    inputs = frozenset({ROUTER_LOGITS} if name.endswith("+logits") else ())
-    width = input_width(kind, shape, model, inputs)
-    hidden = {"paper-expert": 128, "paper-layer": 64, "shared": 32}.get(name, hidden)
-    outputs = model.num_experts if shape == "layer" else 1
+    kind, _, variant = name.partition("-")
+    inputs = frozenset({ROUTER_LOGITS} if variant == "logits" else ())
+    L, E, K = model.num_layers, model.num_experts, len(SHIFTS)
 
-    def layer(*size: int) -> FloatLayer:
-        kernel = random.normal(0, 1 / np.sqrt(size[-1]), (model.num_layers, *size)).astype(np.float32)
-        return FloatLayer(kernel, np.zeros((model.num_layers, *size[:-1]), np.float32))
+    def weights(*size: int) -> np.ndarray:
+        return random.normal(0, 1 / np.sqrt(size[-1]), size).astype(np.float32)
 
+    if kind == "context":
+        arrays = {
+            "upward": weights(L, E, hidden),
+            "downward": weights(L, E, hidden),
+            "first_kernel": weights(L, hidden, own_width(model, inputs)),
+            "first_bias": weights(L, hidden),
+            "second_kernel": weights(L, hidden, hidden),
+            "second_bias": weights(L, hidden),
+            "last_kernel": weights(L, 1, E, hidden),
+            "last_bias": weights(L, 1, E),
+            "own": weights(L, 1, K),
+            "own_kernel": weights(L, 16, K),
+            "own_bias": weights(L, 16),
+            "own_last": weights(L, 1, 16),
+            **{f"{part}_peak": np.full(L, 2.0, np.float32) for part in ("first", "second", "own")},
+        }
+    else:
+        layers, units = (1, 32) if kind == "shared" else (L, 128 if variant == "expert" else 64)
+        width = SHARED_WIDTH if kind == "shared" else paper_width(variant, model)
+        widths = (width, units, units, E if variant == "layer" else 1)
+        arrays = {f"peak{i}": np.full(layers, 2.0, np.float32) for i in range(2)}
+        for i, (before, after) in enumerate(itertools.pairwise(widths)):
+            arrays |= {f"kernel{i}": weights(layers, after, before), f"bias{i}": weights(layers, after)}
     saved = SavedPolicy(
         kind=kind,
-        shape=shape,
-        model=model,
+        model=model._replace(hidden_size=0),
+        arrays=arrays,
+        shape=variant if kind == "paper" else "",
         inputs=inputs,
         activation="silu" if kind == "paper" else "relu",
-        layers=(layer(hidden, width), layer(hidden, hidden), layer(1, outputs, hidden)),
-        peaks=(np.full(model.num_layers, 2.0), np.full(model.num_layers, 2.0)),
     )
     return saved.policy(model, num_slots)
 
@@ -111,11 +132,13 @@ class Runner:
     def __init__(self, config: ModelConfig, total_layers: int, policy: Policy, weights: Any, slots: Any, rows: RowMap):
         shape = PolicyShape(total_layers, config.num_experts, config.experts_per_token, config.hidden_size)
         self.dense, self.slots, self.policy, self.config = weights, slots, policy, config
-        self.step = make_decode_step(weights.kinds[0], policy, rows)
+        window = WINDOW_STEPS if policy.is_learned else None
+        self.step = make_decode_step(weights.kinds[0], policy, rows, window)
         layout = RecordLayout.for_experts(expert_field_specs(config), config.weight_dtype)
         self.ffn = make_expert_ffn(layout.fields)
         residency = init_residency(total_layers, config.num_experts, rows.num_slots)
-        self.state = jax.device_put(StepState(residency, policy.init(shape)), jax.devices()[0])
+        guard = init_guard(shape, rows.num_slots) if window else None
+        self.state = jax.device_put(StepState(residency, policy.init(shape), guard), jax.devices()[0])
         self.params = [jax.device_put(policy.layer_params(i), jax.devices()[0]) for i in range(config.num_layers)]
         dtype = jnp.dtype(config.weight_dtype)
         self.caches = [

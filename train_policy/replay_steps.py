@@ -34,6 +34,9 @@ class Steps(NamedTuple):
     updates: np.ndarray  # [U, L, W] int32 ids, -1 = none; in prefill there are several for one step
     is_fresh: np.ndarray  # [U] bool: the policy starts anew before this update
     last_update: np.ndarray  # [S] int64, ascending: the update after which experts are scored for the step
+    row_of_update: np.ndarray  # [U, B] int64: the trace's rows that an update shows; -1 = none
+    router_logits: np.ndarray | None = None  # of the trace's rows, where it has them
+    hidden: np.ndarray | None = None
 
     @property
     def num_layers(self) -> int:
@@ -136,7 +139,7 @@ def make_steps(trace: Trace, mode: Mode = Mode.TOKEN, *, reset: bool = False) ->
     position_of_row = np.zeros(0, np.int64)
     if mode is Mode.ENGINE:
         step_of_row, is_prefill = _recorded_steps(trace)
-        updates, position_of_row, last_update = _engine_updates(trace, step_of_row, is_prefill)
+        updates, row_of_update, position_of_row, last_update = _engine_updates(trace, step_of_row, is_prefill)
         last_token = last_update
         first_token = np.concatenate([[0], last_update[:-1] + 1])
         row_is_prefill = is_prefill[step_of_row]
@@ -145,6 +148,7 @@ def make_steps(trace: Trace, mode: Mode = Mode.TOKEN, *, reset: bool = False) ->
             rows = updates = trace.ids.transpose(0, 2, 1).reshape(num_rows * top_k, num_layers, 1)
             step_of_row = np.arange(len(rows))
         last_update = step_of_row
+        row_of_update = (np.arange(len(rows)) // (len(rows) // max(num_rows, 1)))[:, None]
         first_token = last_token = np.arange(num_rows) if mode is Mode.TOKEN else step_of_row // top_k
         is_prefill = np.zeros(len(last_update), bool)
         row_is_prefill = np.zeros(num_rows, bool)
@@ -168,6 +172,9 @@ def make_steps(trace: Trace, mode: Mode = Mode.TOKEN, *, reset: bool = False) ->
         updates=updates,
         is_fresh=is_fresh,
         last_update=last_update,
+        row_of_update=row_of_update,
+        router_logits=trace.router_logits,
+        hidden=trace.hidden,
     )
 
 
@@ -197,8 +204,8 @@ def _recorded_steps(trace: Trace) -> tuple[np.ndarray, np.ndarray]:
 
 def _engine_updates(
     trace: Trace, step_of_row: np.ndarray, is_prefill: np.ndarray
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Updates, every row's position in its step, and every step's last update.
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Updates, the rows that each shows, every row's position in its step, and every step's last update.
 
     A prompt is shown token by token, the sequences of a batch side by side, so that one update is one token of the
     clock.
@@ -220,8 +227,11 @@ def _engine_updates(
     num_updates = last_update[-1] + 1
     updates = np.full((num_updates, num_layers, (int(place.max(initial=0)) + 1) * top_k), -1, np.int32)
     by_place = updates.reshape(num_updates, num_layers, -1, top_k)
-    by_place[(last_update - length + 1)[step_of_row] + position, :, place] = trace.ids
-    return updates, position, last_update
+    update_of_row = (last_update - length + 1)[step_of_row] + position
+    by_place[update_of_row, :, place] = trace.ids
+    row_of_update = np.full((num_updates, by_place.shape[2]), -1)
+    row_of_update[update_of_row, place] = np.arange(num_rows)
+    return updates, row_of_update, position, last_update
 
 
 @kernel
