@@ -308,17 +308,16 @@ class Trainer:
 
     def _keep(self, params: Any, inputs: Array, used: Array, before: Array, masks: Masks | None = None) -> Array:
         """Keep values `[L, B, M, E]` of a batch as bytes."""
-        network = nnx.merge(self._graph, params)
-        seen = self._seen(inputs, used, before)
-        return network(seen, masks) if self._kind == "context" else network(seen)
+        network: Any = nnx.merge(self._graph, params)
+        return network(ContextBatch(inputs, used, before), masks) if self._kind == "context" else network(inputs)
 
-    def _seen(self, inputs: Array, used: Array, before: Array) -> Any:
-        """A batch as the network takes it."""
-        offset, unit = self._parts[0].train.offset, self._parts[0].train.unit
-        x = (inputs.astype(jnp.float32) - offset) * unit if offset is not None else inputs.astype(jnp.float32) * unit
-        if self._kind != "context":
-            return x
-        return ContextBatch(x, used.astype(jnp.float32), before.astype(jnp.float32))
+    def _activations(self, params: Any, inputs: Array, used: Array, before: Array) -> dict[str, Array]:
+        """Those that `peaks` cuts off, of a batch as bytes."""
+        network: Any = nnx.merge(self._graph, params)
+        found: dict[str, Array] = network.peaked(
+            ContextBatch(inputs, used, before) if self._kind == "context" else inputs
+        )
+        return found
 
     def _judged(self, samples: Samples) -> np.ndarray:
         """Keep values `[M, S, L, E]`."""
@@ -353,10 +352,9 @@ class Trainer:
         """Weights as `SavedPolicy` holds them."""
         train = self._parts[0].train
         rows = np.unique(np.linspace(0, len(train) - 1, _PEAK_ROWS).astype(np.int64))
-        activations = jax.jit(lambda params, *batch: nnx.merge(self._graph, params).peaked(self._seen(*batch)))
-        found = activations(self._params, *train.rows(rows)[:3])
+        activations = jax.jit(self._activations)(self._params, *train.rows(rows)[:3])
         network: Any = nnx.merge(self._graph, self._params)
-        return network.weights() | {name: peaks(np.asarray(activation)) for name, activation in found.items()}
+        return network.weights() | {name: peaks(np.asarray(found)) for name, found in activations.items()}
 
 
 def _masks(random: Array, used: Array, dropout: float) -> Masks:

@@ -14,18 +14,16 @@ import numpy as np
 
 from flashmoe_jax.errors import ConfigError
 from flashmoe_jax.policy.base import HIDDEN, PolicyShape
-from flashmoe_jax.policy.history import MAX_INPUT, own_width
-from flashmoe_jax.policy.learned import PAPER_MAX_INPUT
+from flashmoe_jax.policy.history import own_width
 from flashmoe_jax.telemetry.trace import Trace, load_trace
 from train_policy.labels import Target, distances
+from train_policy.networks import HIDDEN_OFFSET
 from train_policy.provenance import trained_on
 from train_policy.replay_learned import input_chunks, untrained
 from train_policy.replay_steps import Steps, joined, make_steps
 
 _STOP_SHARE = 0.1  # of the prompts that are not for testing
 _SPLIT_SEED = 0  # not the training's: different seeds are tested on the same prompts
-# Hidden states are -127 to 127 and kept as bytes like all other inputs.
-_HIDDEN_OFFSET = 128
 
 
 class Split(NamedTuple):
@@ -105,9 +103,7 @@ class Samples:
     Attributes:
         model: the trace's.
         steps: of the trace, to replay it.
-        inputs: `[L, S, ...]` as the policy's network takes them, whole numbers.
-        offset: what to subtract from `inputs`, float32 of their last axis; None for nothing.
-        unit: what an input of 1 stands for.
+        inputs: `[L, S, ...]` whole numbers as `networks.py` takes them.
         used: uint8 `[S, L, E]` sets, for `context` only.
         distance: uint8 `[L, S, E]`, see `labels.py`.
         boundary: uint8 `[L, S, M]`.
@@ -116,8 +112,6 @@ class Samples:
     model: PolicyShape
     steps: Steps
     inputs: np.ndarray
-    offset: np.ndarray | None
-    unit: float
     used: np.ndarray
     distance: np.ndarray
     boundary: np.ndarray
@@ -143,7 +137,7 @@ def make_samples(kind: str, trace: Trace, target: Target, inputs: frozenset[str]
     offset, columns = None, None
     if hidden_size:
         offset = np.zeros(own_width(model, inputs), np.float32)
-        offset[-hidden_size:] = _HIDDEN_OFFSET
+        offset[-hidden_size:] = HIDDEN_OFFSET
     used = np.zeros((num_steps if kind == "context" else 0, num_layers, steps.num_experts), np.uint8)
     done = 0
     for chunk in input_chunks(untrained(kind, inputs), steps, top_k):
@@ -162,8 +156,6 @@ def make_samples(kind: str, trace: Trace, target: Target, inputs: frozenset[str]
         model=model,
         steps=steps,
         inputs=columns,
-        offset=offset,
-        unit=1 / (PAPER_MAX_INPUT if kind == "paper" else MAX_INPUT),
         used=used,
         distance=distance,
         boundary=target.boundaries(distance),

@@ -8,28 +8,33 @@ but for rounding and the cut at the peaks.
 
 import dataclasses
 import itertools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax import Array
+from jax import Array, lax
 
 from flashmoe_jax.policy.base import PolicyShape
-from flashmoe_jax.policy.history import SHIFTS
-from flashmoe_jax.policy.learned import SHARED_WIDTH, paper_width
+from flashmoe_jax.policy.history import MAX_INPUT, SHIFTS
+from flashmoe_jax.policy.learned import PAPER_MAX_INPUT, SHARED_WIDTH, paper_width
 
 # Activations are cut off where all but this share of them end: 255 steps must do for the rest.
 _PEAK_QUANTILE = 0.9998
 _OWN_UNITS = 16  # of the part of a context network that treats all experts alike
+# Of the counts at several speeds, those that a layer's network sees: half-lives of 2.4, 22 and 177 steps.
+_SEEN_SHIFTS = (1, 4, 7)
+_VECTORS = ("upward", "downward")
+HIDDEN_OFFSET = 128  # hidden states, -127 to 127, are kept as bytes like all other inputs
 PAPER_HIDDEN = {"expert": 128, "layer": 64}  # units of the hidden layers, by shape
 
 
 class ContextBatch(NamedTuple):
-    """What a context network sees of B steps, float32."""
+    """What a context network sees of B steps, whole numbers."""
 
-    own: Array  # [L, B, F] from 0 to 1; hidden states from -1 to 1
+    own: Array  # [L, B, F] as `history.own_inputs`, hidden states with HIDDEN_OFFSET
     used: Array  # [B, L, E] 1 = chosen in this step
     used_before: Array  # [B, L, E] 1 = chosen in the step before
 
@@ -37,7 +42,7 @@ class ContextBatch(NamedTuple):
 class Masks(NamedTuple):
     """What a training step multiplies its inputs by: 0 leaves one out."""
 
-    own: Array  # [B, F], the same for every layer
+    own: Array  # [B, F] the same for every layer; an expert's own network sees its counts all the same
     used: Array  # [B, L, E]
     used_before: Array  # [B, L, E]
 
@@ -62,18 +67,26 @@ class ContextNetwork(nnx.Module):
     """
 
     def __init__(self, model: PolicyShape, size: ContextSize, first_guess: float, *, random: np.random.Generator):
-        L, E, H, M = model.num_layers, model.num_experts, size.hidden_units, size.num_heads
+        L, E, H, M, K, J = (
+            model.num_layers,
+            model.num_experts,
+            size.hidden_units,
+            size.num_heads,
+            len(SHIFTS),
+            _OWN_UNITS,
+        )
+        self.model, self.own_width = model, size.own_width
         # Of all layers' sets L·k entries are 1; own inputs are mostly well below 1.
         set_scale = 0.5 * (2 / (L * model.top_k)) ** 0.5
         self.upward = _normal(random, (L, E, H), set_scale)
         self.downward = _normal(random, (L, E, H), set_scale)
-        self.first_kernel = _normal(random, (L, H, size.own_width), (2 / (size.own_width + L * E)) ** 0.5)
+        seen_width = len(self._seen())
+        self.first_kernel = _normal(random, (L, H, seen_width), (2 / (seen_width + L * E)) ** 0.5)
         self.first_bias = nnx.Param(jnp.zeros((L, H)))
         self.second_kernel = _normal(random, (L, H, H), (2 / H) ** 0.5)
         self.second_bias = nnx.Param(jnp.zeros((L, H)))
         self.last_kernel = _normal(random, (L, M, E, H), 0.3 / H**0.5)
         self.last_bias = nnx.Param(jnp.full((L, M, E), first_guess))
-        K, J = len(SHIFTS), _OWN_UNITS
         self.own = nnx.Param(jnp.zeros((L, M, K)))
         self.own_kernel = _normal(random, (L, J, K), (2 / K) ** 0.5)
         self.own_bias = _normal(random, (L, J), 0.1)
@@ -81,48 +94,73 @@ class ContextNetwork(nnx.Module):
 
     def __call__(self, batch: ContextBatch, masks: Masks | None = None) -> Array:
         """Keep values `[L, B, M, E]`."""
-        _, h2 = self.activations(batch, masks)
-        L, M, E, H = self.last_kernel.shape
-        # [M, E] merged: all heads in one product.
-        keep = jnp.einsum("lbh,lnh->lbn", h2, self.last_kernel[...].reshape(L, M * E, H))
-        counts = batch.own[..., : len(SHIFTS) * E].reshape(L, -1, len(SHIFTS), E)
-        keep = keep.reshape(L, -1, M, E) + self.last_bias[:, None]
-        of_counts = self.of_counts(counts)
-        return (
-            keep
-            + jnp.einsum("lbke,lmk->lbme", counts, self.own[...])
-            + jnp.einsum("lbje,lmj->lbme", of_counts, self.own_last[...])
-        )
-
-    def of_counts(self, counts_LBKE: Array) -> Array:
-        """Activations `[L, B, J, E]` that every expert's own counts make, alike for all experts."""
-        sums = jnp.einsum("lbke,ljk->lbje", counts_LBKE, self.own_kernel[...])
-        return jax.nn.relu(sums + self.own_bias[:, None, :, None])
-
-    def activations(self, batch: ContextBatch, masks: Masks | None = None) -> tuple[Array, Array]:
-        """Of both hidden layers, `[L, B, H]`."""
-        own, used, before = batch
-        if masks is not None:
-            own, used, before = own * masks.own, used * masks.used, before * masks.used_before
-        up = jnp.einsum("ble,leh->lbh", used, self.upward[...])
-        down = jnp.einsum("ble,leh->lbh", before, self.downward[...])
-        # The sets up to a layer are this step's, those above it the step before's.
-        sets = jnp.cumsum(up, axis=0) + jnp.sum(down, axis=0) - jnp.cumsum(down, axis=0)
-        first = jnp.einsum("lbf,lhf->lbh", own, self.first_kernel[...]) + sets
-        h1 = jax.nn.relu(first + self.first_bias[:, None])
-        h2 = jnp.einsum("lbh,ljh->lbj", h1, self.second_kernel[...])
-        return h1, jax.nn.relu(h2 + self.second_bias[:, None])
+        # A layer at a time, computed again for its gradient: what lies between stays in the processor's cache.
+        return self._by_layer(jax.checkpoint(self._keep), batch, masks)
 
     def peaked(self, batch: ContextBatch) -> dict[str, Array]:
         """Activations `[L, ...]`, by the name of their peak."""
-        h1, h2 = self.activations(batch)
-        L, _, E, _ = self.last_kernel.shape
-        counts = batch.own[..., : len(SHIFTS) * E].reshape(L, -1, len(SHIFTS), E)
-        return {"first_peak": h1, "second_peak": h2, "own_peak": self.of_counts(counts)}
+        return self._by_layer(self._activations, batch, None)
 
     def weights(self) -> dict[str, np.ndarray]:
-        """Weights by name."""
-        return {name: np.asarray(p[...]) for name, p in vars(self).items() if isinstance(p, nnx.Param)}
+        """Weights by name; 0 for the inputs that the network does not see."""
+        weights = {name: np.asarray(p[...]) for name, p in vars(self).items() if isinstance(p, nnx.Param)}
+        first = np.zeros((*weights["first_kernel"].shape[:2], self.own_width), np.float32)
+        first[:, :, self._seen()] = weights["first_kernel"]
+        return weights | {"first_kernel": first}
+
+    def _seen(self) -> np.ndarray:
+        """Places of the inputs that the layer's network sees: its counts are highly correlated, and few are enough."""
+        counts = np.arange(len(SHIFTS) * self.model.num_experts).reshape(len(SHIFTS), -1)[list(_SEEN_SHIFTS)]
+        return np.concatenate([counts.reshape(-1), np.arange(len(SHIFTS) * self.model.num_experts, self.own_width)])
+
+    def _by_layer(self, function: Callable[..., Any], batch: ContextBatch, masks: Masks | None) -> Any:
+        own_mask = None if masks is None else masks.own[:, self._seen()]
+        per_layer = {
+            name: p[...] for name, p in vars(self).items() if isinstance(p, nnx.Param) and name not in _VECTORS
+        }
+        return lax.map(lambda x: function(*x, own_mask), (per_layer, batch.own, self._sets(batch, masks)))
+
+    def _sets(self, batch: ContextBatch, masks: Masks | None) -> Array:
+        """Sum of the vectors of all layers' sets as each layer sees them, `[L, B, H]`."""
+        used, before = batch.used.astype(jnp.float32), batch.used_before.astype(jnp.float32)
+        if masks is not None:
+            used, before = used * masks.used, before * masks.used_before
+        up = jnp.einsum("ble,leh->lbh", used, self.upward[...])
+        down = jnp.einsum("ble,leh->lbh", before, self.downward[...])
+        # The sets up to a layer are this step's, those above it the step before's. A product sums far faster than
+        # XLA's cumulative sum does on a CPU.
+        is_up_to = np.tri(len(up), dtype=np.float32)
+        return jnp.einsum("ml,lbh->mbh", is_up_to, up) + jnp.einsum("ml,lbh->mbh", 1 - is_up_to, down)
+
+    def _keep(self, weights: dict[str, Array], own: Array, sets: Array, own_mask: Array | None) -> Array:
+        """Keep values `[B, M, E]` of a layer."""
+        activations = self._activations(weights, own, sets, own_mask)
+        of_counts, counts_KN = activations["own_peak"], self._counts(own)
+        B, (M, E, H) = len(own), weights["last_kernel"].shape
+        alike = weights["own"] @ counts_KN + weights["own_last"] @ of_counts
+        # [M, E] merged: all heads in one product.
+        keep = activations["second_peak"] @ weights["last_kernel"].reshape(M * E, H).T
+        return keep.reshape(B, M, E) + weights["last_bias"] + jnp.swapaxes(alike.reshape(M, B, E), 0, 1)
+
+    def _activations(
+        self, weights: dict[str, Array], own: Array, sets: Array, own_mask: Array | None
+    ) -> dict[str, Array]:
+        """Of a layer, by the name of their peak: `[B, H]` twice and `[J, N]`."""
+        seen = own[:, self._seen()].astype(jnp.float32)
+        if self.model.hidden_size:
+            seen = seen - np.where(self._seen() < self.own_width - self.model.hidden_size, 0, HIDDEN_OFFSET)
+        seen = seen * (1 / MAX_INPUT)
+        if own_mask is not None:
+            seen = seen * own_mask
+        h1 = jax.nn.relu(seen @ weights["first_kernel"].T + sets + weights["first_bias"])
+        h2 = jax.nn.relu(h1 @ weights["second_kernel"].T + weights["second_bias"])
+        of_counts = jax.nn.relu(weights["own_kernel"] @ self._counts(own) + weights["own_bias"][:, None])
+        return {"first_peak": h1, "second_peak": h2, "own_peak": of_counts}
+
+    def _counts(self, own: Array) -> Array:
+        """Counts `[K, N]` from 0 to 1, with the steps and experts of `[B, E]` merged to N."""
+        counts = own[:, : len(SHIFTS) * self.model.num_experts].astype(jnp.float32) * (1 / MAX_INPUT)
+        return jnp.swapaxes(counts.reshape(len(own), len(SHIFTS), -1), 0, 1).reshape(len(SHIFTS), -1)
 
 
 class AffineNetwork(nnx.Module):
@@ -152,7 +190,7 @@ class AffineNetwork(nnx.Module):
         return kernels | {f"bias{i}": np.asarray(p[...]) for i, p in enumerate(self.bias)}
 
     def rows(self, inputs: Array) -> Array:
-        """Inputs of the policy as inputs of the networks, `[L, N, F]`."""
+        """Inputs of the policy as those of the networks, `[L, N, F]` from 0 to 1."""
         raise NotImplementedError
 
 
@@ -171,16 +209,17 @@ class PaperNetwork(AffineNetwork):
         self.shape = shape
 
     def __call__(self, inputs: Array) -> Array:
-        """`[L, B, 2, E]` from 0 to 1, to `[L, B, 1, E]`."""
+        """Inputs `[L, B, 2, E]`, whole numbers, to `[L, B, 1, E]`."""
         L, B, _, E = inputs.shape
         return -self.affine(self.rows(inputs))[0].reshape(L, B, 1, E)
 
     def rows(self, inputs: Array) -> Array:
         """See AffineNetwork."""
         L, B, _, E = inputs.shape
+        x = inputs.astype(jnp.float32) * (1 / PAPER_MAX_INPUT)
         if self.shape == "layer":
-            return inputs.reshape(L, B, 2 * E)
-        return jnp.swapaxes(inputs, 2, 3).reshape(L, B * E, 2)  # [B, E] merged: an expert is a row
+            return x.reshape(L, B, 2 * E)
+        return jnp.swapaxes(x, 2, 3).reshape(L, B * E, 2)  # [B, E] merged: an expert is a row
 
 
 class SharedNetwork(AffineNetwork):
@@ -190,13 +229,14 @@ class SharedNetwork(AffineNetwork):
         super().__init__(1, (SHARED_WIDTH, hidden_units, hidden_units, 1), "relu", random=random)
 
     def __call__(self, inputs: Array) -> Array:
-        """`[L, B, E, SHARED_WIDTH]` from 0 to 1, to `[L, B, 1, E]`."""
+        """Inputs `[L, B, E, SHARED_WIDTH]`, whole numbers, to `[L, B, 1, E]`."""
         L, B, E, _ = inputs.shape
         return self.affine(self.rows(inputs))[0].reshape(L, B, 1, E)
 
     def rows(self, inputs: Array) -> Array:
         """See AffineNetwork."""
-        return inputs.reshape(1, -1, SHARED_WIDTH)  # layers, steps and experts merged
+        x = inputs.astype(jnp.float32) * (1 / MAX_INPUT)
+        return x.reshape(1, -1, SHARED_WIDTH)  # layers, steps and experts merged
 
 
 def is_decayed(path: tuple[Any, ...], _: Array) -> bool:
