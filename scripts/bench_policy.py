@@ -33,9 +33,11 @@ from flashmoe_jax.models.families import expert_field_specs
 from flashmoe_jax.models.weights import dense_weight_specs
 from flashmoe_jax.policy import Policy, PolicyShape, make_policy
 from flashmoe_jax.policy.base import ROUTER_LOGITS
-from flashmoe_jax.policy.history import SHIFTS, own_width
-from flashmoe_jax.policy.learned import SHARED_WIDTH, paper_width
+from flashmoe_jax.policy.context import seen_columns
+from flashmoe_jax.policy.history import SHIFTS
+from flashmoe_jax.policy.learned import paper_width
 from flashmoe_jax.policy.saved import SavedPolicy
+from flashmoe_jax.policy.shared import SHARED_WIDTH
 
 COMMON = {"hidden_size": 2048, "vocab_size": 1024, "rms_norm_eps": 1e-5, "max_position_embeddings": 4096}
 MODELS: dict[str, tuple[dict[str, Any], int]] = {
@@ -96,7 +98,7 @@ def random_policy(name: str, model: PolicyShape, hidden: int, num_slots: int) ->
         arrays = {
             "upward": weights(L, E, hidden),
             "downward": weights(L, E, hidden),
-            "first_kernel": weights(L, hidden, own_width(model, inputs)),
+            "first_kernel": weights(L, hidden, len(seen_columns(model, inputs))),
             "first_bias": weights(L, hidden),
             "second_kernel": weights(L, hidden, hidden),
             "second_bias": weights(L, hidden),

@@ -3,9 +3,11 @@
 import numpy as np
 
 from flashmoe_jax.policy.base import HIDDEN, PolicyShape
-from flashmoe_jax.policy.history import SHIFTS, own_width
-from flashmoe_jax.policy.learned import SHARED_WIDTH, paper_width
+from flashmoe_jax.policy.context import seen_columns
+from flashmoe_jax.policy.history import SHIFTS
+from flashmoe_jax.policy.learned import paper_width
 from flashmoe_jax.policy.saved import SavedPolicy
+from flashmoe_jax.policy.shared import SHARED_WIDTH
 
 # kind, shape of the network
 KINDS = (("context", ""), ("paper", "expert"), ("paper", "layer"), ("shared", ""))
@@ -33,7 +35,7 @@ def random_policy(
         arrays = {
             "upward": weights(L, E, hidden),
             "downward": weights(L, E, hidden),
-            "first_kernel": weights(L, hidden, own_width(model, inputs)),
+            "first_kernel": weights(L, hidden, len(seen_columns(model, inputs))),
             "first_bias": weights(L, hidden),
             "second_kernel": weights(1 if shares_second else L, hidden, hidden),
             "second_bias": weights(L, hidden),

@@ -23,7 +23,7 @@ from flashmoe_jax.errors import ConfigError
 from flashmoe_jax.policy.base import PolicyShape
 from flashmoe_jax.policy.saved import SavedPolicy
 from flashmoe_jax.telemetry.trace import Trace
-from train_policy.fit_data import Samples, Split, make_samples, split
+from train_policy.fit_data import Samples, Split, by_model, make_samples, split, thinned
 from train_policy.labels import VICTIM_SHARES, Label, Target
 from train_policy.networks import (
     ContextBatch,
@@ -58,8 +58,9 @@ class Recipe:
         learning_rate: at its highest; it rises for a tenth of the steps and falls along a cosine.
         weight_decay: of kernels and vectors.
         dropout: share of the inputs that a training step leaves out; of `context`.
-        hidden_units: of `context` and `shared`.
+        hidden_units: of `context` and `shared`; 0 of `shared`: one affine layer.
         shape: of `paper`.
+        num_orders: orders of the prompts in an epoch, see `fit_data.split`.
     """
 
     label: Label
@@ -70,12 +71,13 @@ class Recipe:
     dropout: float = 0.0
     hidden_units: int = 0
     shape: str = ""
+    num_orders: int = 1
 
 
 RECIPES = {
     "context": Recipe(label=Label.REUSE, epochs=12, dropout=0.25, hidden_units=128),
     "paper": Recipe(label=Label.DISTANCE, epochs=6, shape="layer"),
-    "shared": Recipe(label=Label.REUSE, epochs=6, hidden_units=64),
+    "shared": Recipe(label=Label.REUSE, epochs=8, learning_rate=1e-2),
 }
 
 
@@ -137,11 +139,14 @@ def fit(
     """
     began = time.perf_counter()
     groups = [[path] for path in paths] if kind == "shared" else [list(paths)]
-    splits = [split(group, test_prompts, inputs, num_experts) for group in groups]
+    splits = [split(group, test_prompts, inputs, num_experts, recipe.num_orders) for group in groups]
     for of_group in splits:
         _check_model(of_group.train, model)
+    notes = [note for of_group in splits for note in of_group.notes]
+    if kind == "shared":
+        splits = [form for of_model in by_model(splits) for form in thinned(of_model)]
     parts = [_part(kind, recipe.label, of_group, inputs) for of_group in splits]
-    trainer = Trainer(kind, recipe, parts, seed)
+    trainer = Trainer(kind, recipe, parts, seed, inputs)
     epochs = trainer.train(report)
     num_steps = sum(len(part.train) for part in parts)
     saved = SavedPolicy(
@@ -153,7 +158,7 @@ def fit(
         activation="silu" if kind == "paper" else "relu",
         blend=trainer.blend(),
         meta={
-            TRACES: [note for of_group in splits for note in of_group.notes],
+            TRACES: notes,
             "label": recipe.label.value,
             "seed": seed,
             "steps": num_steps,
@@ -179,19 +184,23 @@ def _check_model(trace: Trace, model: PolicyShape | None) -> None:
 def _part(kind: str, label: Label, of_group: Split, inputs: frozenset[str]) -> Part:
     top_k = of_group.train.ids.shape[2]
     target = Target(label, of_group.train.meta["experts"], top_k, is_single=kind != "context")
-    train, stop = (make_samples(kind, trace, target, inputs) for trace in (of_group.train, of_group.stop))
-    return Part(target, train, Judge(of_group.stop, stop))
+    # A model that nobody has seen before has just been started.
+    is_cold = kind == "shared"
+    train, stop = (
+        make_samples(kind, trace, target, inputs, is_cold=is_cold) for trace in (of_group.train, of_group.stop)
+    )
+    return Part(target, train, Judge(of_group.stop, stop, is_cold))
 
 
 class Judge:
     """Replays keep values on prompts that training does not see."""
 
-    def __init__(self, trace: Trace, samples: Samples):
+    def __init__(self, trace: Trace, samples: Samples, is_cold: bool):
         self.samples = samples
         model = samples.model
         slots = {min(max(round(s * model.num_experts), model.top_k), model.num_experts) for s in VICTIM_SHARES}
         self.slots = sorted(slots)
-        self._replayer = Replayer(trace)
+        self._replayer = Replayer(trace, reset=is_cold)
         self._lru, self._min = (self._hits(name) for name in ("lru", "min"))
 
     def share(self, keep: np.ndarray) -> np.ndarray:
@@ -219,10 +228,13 @@ class Trainer:
         recipe: how.
         parts: data; of several models for `shared`.
         seed: of weights, batches and dropout.
+        inputs: beside ids, of `context`.
     """
 
-    def __init__(self, kind: str, recipe: Recipe, parts: Sequence[Part], seed: int):
-        self._kind, self._recipe, self._parts = kind, recipe, parts
+    def __init__(
+        self, kind: str, recipe: Recipe, parts: Sequence[Part], seed: int, inputs: frozenset[str] = frozenset()
+    ):
+        self._kind, self._recipe, self._parts, self._inputs = kind, recipe, parts, inputs
         self._rng = np.random.default_rng(seed)
         num_rows = sum(len(part.train) for part in parts)
         batch = min(max(num_rows // _MIN_STEPS, _MIN_BATCH), _BATCH)
@@ -246,9 +258,7 @@ class Trainer:
             return PaperNetwork(model, recipe.shape, random=self._rng)
         if self._kind == "shared":
             return SharedNetwork(recipe.hidden_units, random=self._rng)
-        size = ContextSize(
-            own_width=part.train.inputs.shape[2], hidden_units=recipe.hidden_units, num_heads=part.target.num_heads
-        )
+        size = ContextSize(inputs=self._inputs, hidden_units=recipe.hidden_units, num_heads=part.target.num_heads)
         return ContextNetwork(model, size, part.target.first_guess, random=self._rng)
 
     def train(self, report: Callable[[Progress], None]) -> int:

@@ -34,7 +34,13 @@ class Split(NamedTuple):
     notes: list[dict[str, Any]]  # of `provenance.trained_on`
 
 
-def split(paths: Sequence[Path], test_prompts: str, inputs: frozenset[str], num_experts: int | None = None) -> Split:
+def split(
+    paths: Sequence[Path],
+    test_prompts: str,
+    inputs: frozenset[str],
+    num_experts: int | None = None,
+    num_orders: int = 1,
+) -> Split:
     """Reads traces and splits each by prompt.
 
     Args:
@@ -42,6 +48,7 @@ def split(paths: Sequence[Path], test_prompts: str, inputs: frozenset[str], num_
         test_prompts: what is left out for testing, of each trace: a share, `20%`, or numbers of prompts, `3,10-19`.
         inputs: wide columns that are needed.
         num_experts: per layer, where the traces do not say.
+        num_orders: how often the prompts are trained on, each time in another order.
 
     Raises:
         ConfigError: traces of different models, a column that is missing, too few prompts, `test_prompts` not
@@ -69,7 +76,18 @@ def split(paths: Sequence[Path], test_prompts: str, inputs: frozenset[str], num_
         is_stop.append(np.isin(trace.seq_id, stopping))
         is_train.append(np.isin(trace.seq_id, np.setdiff1d(left, stopping)))
     whole = joined(traces, num_experts)
-    return Split(whole.take(np.concatenate(is_train)), whole.take(np.concatenate(is_stop)), notes)
+    train = _reordered(whole.take(np.concatenate(is_train)), num_orders)
+    return Split(train, whole.take(np.concatenate(is_stop)), notes)
+
+
+def _reordered(trace: Trace, num_orders: int) -> Trace:
+    """The trace followed by itself with its prompts in other orders: what counters carry over differs each time."""
+    prompts, inverse = np.unique(trace.seq_id, return_inverse=True)
+    rng = np.random.default_rng(_SPLIT_SEED)
+    rows = [np.arange(len(trace.ids))]
+    for _ in range(num_orders - 1):
+        rows.append(np.argsort(rng.permutation(len(prompts))[inverse], kind="stable"))
+    return trace.take(np.concatenate(rows))
 
 
 def _test_prompts(prompts: np.ndarray, wanted: str, rng: np.random.Generator, path: Path) -> np.ndarray:
@@ -128,9 +146,40 @@ class Samples:
         return self.inputs[:, at], used, before, self.distance[:, at], self.boundary[:, at]
 
 
-def make_samples(kind: str, trace: Trace, target: Target, inputs: frozenset[str]) -> Samples:
-    """Everything that training takes from a part of the traces."""
-    steps = make_steps(trace)
+def by_model(splits: Sequence[Split]) -> list[Split]:
+    """Those of one model together."""
+    groups: dict[tuple[int, ...], list[Split]] = {}
+    for part in splits:
+        trace = part.train
+        groups.setdefault((trace.meta["experts"], *trace.ids.shape[1:]), []).append(part)
+    return [
+        Split(joined([p.train for p in group]), joined([p.stop for p in group]), [n for p in group for n in p.notes])
+        for group in groups.values()
+    ]
+
+
+def thinned(part: Split) -> list[Split]:
+    """A model's traces as those of models that choose fewer experts, too: of each token the first half and quarter.
+
+    Every prompt is trained on once, in one of the three forms; all say when to stop.
+    """
+    top_k = part.train.ids.shape[2]
+    widths = sorted({top_k, max(top_k // 2, 1), max(top_k // 4, 1)}, reverse=True)
+    _, place = np.unique(part.train.seq_id, return_inverse=True)
+    widths = widths[: int(place.max(initial=0)) + 1]
+    return [
+        Split(_first_ids(part.train.take(place % len(widths) == at), x), _first_ids(part.stop, x), part.notes)
+        for at, x in enumerate(widths)
+    ]
+
+
+def _first_ids(trace: Trace, number: int) -> Trace:
+    return trace._replace(ids=np.ascontiguousarray(trace.ids[:, :, :number]))
+
+
+def make_samples(kind: str, trace: Trace, target: Target, inputs: frozenset[str], *, is_cold: bool = False) -> Samples:
+    """Everything that training takes from a part of the traces; `is_cold`: every prompt starts anew."""
+    steps = make_steps(trace, reset=is_cold)
     num_steps, num_layers, top_k = trace.ids.shape
     hidden_size = trace.hidden.shape[2] if HIDDEN in inputs and trace.hidden is not None else 0
     model = PolicyShape(num_layers, steps.num_experts, top_k, hidden_size)

@@ -18,14 +18,15 @@ from flax import nnx
 from jax import Array, lax
 
 from flashmoe_jax.policy.base import PolicyShape
+from flashmoe_jax.policy.context import seen_columns
 from flashmoe_jax.policy.history import MAX_INPUT, SHIFTS
-from flashmoe_jax.policy.learned import PAPER_MAX_INPUT, SHARED_WIDTH, paper_width
+from flashmoe_jax.policy.learned import PAPER_MAX_INPUT, paper_width
+from flashmoe_jax.policy.shared import SHARED_WIDTH
 
 # Activations are cut off where all but this share of them end: 255 steps must do for the rest.
 _PEAK_QUANTILE = 0.9998
 _OWN_UNITS = 16  # of the part of a context network that treats all experts alike
 # Of the counts at several speeds, those that a layer's network sees: half-lives of 2.4, 22 and 177 steps.
-_SEEN_SHIFTS = (1, 4, 7)
 _VECTORS = ("upward", "downward")
 HIDDEN_OFFSET = 128  # hidden states, -127 to 127, are kept as bytes like all other inputs
 PAPER_HIDDEN = {"expert": 128, "layer": 64}  # units of the hidden layers, by shape
@@ -51,7 +52,7 @@ class Masks(NamedTuple):
 class ContextSize:
     """Sizes of a context network beside the model's."""
 
-    own_width: int
+    inputs: frozenset[str]  # beside ids
     hidden_units: int
     num_heads: int
 
@@ -75,12 +76,12 @@ class ContextNetwork(nnx.Module):
             len(SHIFTS),
             _OWN_UNITS,
         )
-        self.model, self.own_width = model, size.own_width
+        self.model, self.inputs = model, size.inputs
         # Of all layers' sets L·k entries are 1; own inputs are mostly well below 1.
         set_scale = 0.5 * (2 / (L * model.top_k)) ** 0.5
         self.upward = _normal(random, (L, E, H), set_scale)
         self.downward = _normal(random, (L, E, H), set_scale)
-        seen_width = len(self._seen())
+        seen_width = len(self.seen)
         self.first_kernel = _normal(random, (L, H, seen_width), (2 / (seen_width + L * E)) ** 0.5)
         self.first_bias = nnx.Param(jnp.zeros((L, H)))
         self.second_kernel = _normal(random, (L, H, H), (2 / H) ** 0.5)
@@ -92,6 +93,11 @@ class ContextNetwork(nnx.Module):
         self.own_bias = _normal(random, (L, J), 0.1)
         self.own_last = nnx.Param(jnp.zeros((L, M, J)))
 
+    @property
+    def seen(self) -> np.ndarray:
+        """Places of the own inputs that a layer's network sees."""
+        return seen_columns(self.model, self.inputs)
+
     def __call__(self, batch: ContextBatch, masks: Masks | None = None) -> Array:
         """Keep values `[L, B, M, E]`."""
         # A layer at a time, computed again for its gradient: what lies between stays in the processor's cache.
@@ -102,19 +108,11 @@ class ContextNetwork(nnx.Module):
         return self._by_layer(self._activations, batch, None)
 
     def weights(self) -> dict[str, np.ndarray]:
-        """Weights by name; 0 for the inputs that the network does not see."""
-        weights = {name: np.asarray(p[...]) for name, p in vars(self).items() if isinstance(p, nnx.Param)}
-        first = np.zeros((*weights["first_kernel"].shape[:2], self.own_width), np.float32)
-        first[:, :, self._seen()] = weights["first_kernel"]
-        return weights | {"first_kernel": first}
-
-    def _seen(self) -> np.ndarray:
-        """Places of the inputs that the layer's network sees: its counts are highly correlated, and few are enough."""
-        counts = np.arange(len(SHIFTS) * self.model.num_experts).reshape(len(SHIFTS), -1)[list(_SEEN_SHIFTS)]
-        return np.concatenate([counts.reshape(-1), np.arange(len(SHIFTS) * self.model.num_experts, self.own_width)])
+        """Weights by name."""
+        return {name: np.asarray(p[...]) for name, p in vars(self).items() if isinstance(p, nnx.Param)}
 
     def _by_layer(self, function: Callable[..., Any], batch: ContextBatch, masks: Masks | None) -> Any:
-        own_mask = None if masks is None else masks.own[:, self._seen()]
+        own_mask = None if masks is None else masks.own[:, self.seen]
         per_layer = {
             name: p[...] for name, p in vars(self).items() if isinstance(p, nnx.Param) and name not in _VECTORS
         }
@@ -146,9 +144,9 @@ class ContextNetwork(nnx.Module):
         self, weights: dict[str, Array], own: Array, sets: Array, own_mask: Array | None
     ) -> dict[str, Array]:
         """Of a layer, by the name of their peak: `[B, H]` twice and `[J, N]`."""
-        seen = own[:, self._seen()].astype(jnp.float32)
+        seen = own[:, self.seen].astype(jnp.float32)
         if self.model.hidden_size:
-            seen = seen - np.where(self._seen() < self.own_width - self.model.hidden_size, 0, HIDDEN_OFFSET)
+            seen = seen - np.where(self.seen < own.shape[1] - self.model.hidden_size, 0, HIDDEN_OFFSET)
         seen = seen * (1 / MAX_INPUT)
         if own_mask is not None:
             seen = seen * own_mask
@@ -226,7 +224,8 @@ class SharedNetwork(AffineNetwork):
     """One network for the experts of every layer of every model."""
 
     def __init__(self, hidden_units: int, *, random: np.random.Generator):
-        super().__init__(1, (SHARED_WIDTH, hidden_units, hidden_units, 1), "relu", random=random)
+        widths = (SHARED_WIDTH, hidden_units, hidden_units, 1) if hidden_units else (SHARED_WIDTH, 1)
+        super().__init__(1, widths, "relu", random=random)
 
     def __call__(self, inputs: Array) -> Array:
         """Inputs `[L, B, E, SHARED_WIDTH]`, whole numbers, to `[L, B, 1, E]`."""

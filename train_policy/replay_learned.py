@@ -21,7 +21,8 @@ from flashmoe_jax.policy.base import HIDDEN, ROUTER_LOGITS
 from flashmoe_jax.policy.context import context_keep
 from flashmoe_jax.policy.heuristics import init_usage, update_usage
 from flashmoe_jax.policy.history import init_history, own_inputs, update_history
-from flashmoe_jax.policy.learned import keep_values, paper_inputs, shared_inputs
+from flashmoe_jax.policy.learned import keep_values, paper_inputs
+from flashmoe_jax.policy.shared import init_shared, shared_inputs, update_shared
 from train_policy.replay_steps import Steps
 
 # Steps of one chunk: their state is in memory, of all layers.
@@ -42,7 +43,7 @@ class InputChunk(NamedTuple):
     """Network inputs at each of the next n steps."""
 
     inputs: list[np.ndarray]  # per layer asked for: `own_inputs` [n, F], `shared_inputs` [n, E, F], `paper_inputs`
-    used: np.ndarray  # uint8 [n, L, E] the sets that were chosen; none for `paper`
+    used: np.ndarray  # uint8 [n, L, E] the sets that were chosen, for `context`
 
 
 def check_inputs(policy: Policy, steps: Steps) -> None:
@@ -63,6 +64,8 @@ def untrained(kind: str, inputs: frozenset[str] = frozenset()) -> Policy:
     """A policy of a learned kind as training needs it: it keeps the state, and scores nothing."""
     if kind == "paper":
         return Policy(kind, init_usage, update_usage, _no_score, is_learned=True)
+    if kind == "shared":
+        return Policy(kind, init_shared, update_shared, _no_score, is_learned=True)
     return Policy(kind, _init_untrained(inputs), update_history, _no_score, is_learned=True, inputs=inputs)
 
 
@@ -102,6 +105,8 @@ def learned_keep(policies: Sequence[Policy], steps: Steps, top_k: int) -> Iterat
         float32 `[n, policies, L, E]`, chunks that together have one row per step.
     """
     kind, params = policies[0].name, [policy.params for policy in policies]
+    if kind == "shared":  # the same for every number of slots
+        params = params[:1]
     make, network = _inputs(kind), _network(kind)
     vector_size = params[0][0].vectors.upward.shape[1] if kind == "context" else 0
     before = np.zeros((1, steps.num_layers, vector_size), np.float32)
@@ -114,7 +119,7 @@ def learned_keep(policies: Sequence[Policy], steps: Steps, top_k: int) -> Iterat
             inputs = make(_layer_of(chunk.rows, layer))
             of_policies = [network(networks[layer], inputs, sets[layer]) for networks in params]
             keep.append(np.stack([np.asarray(of_layer)[: chunk.num_steps] for of_layer in of_policies], axis=1))
-        yield np.stack(keep, axis=2)
+        yield np.repeat(np.stack(keep, axis=2), len(policies) // len(params), axis=1)
 
 
 def _sets_around(chunk: StateChunk, before: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -216,7 +221,7 @@ def _inputs(kind: str) -> Callable[..., Array]:
     def make(row: Any) -> Array:
         if kind == "paper":
             return paper_inputs(jax.tree.map(lambda a: a[None], row), jnp.int32(0))
-        return shared_inputs(row.counts) if kind == "shared" else own_inputs(row)
+        return shared_inputs(row.counts, row.sets) if kind == "shared" else own_inputs(row)
 
     return jax.jit(jax.vmap(make))
 

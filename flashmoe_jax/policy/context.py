@@ -1,6 +1,6 @@
 """The `context` policy: one network per layer that sees the whole layer, and through set vectors all other layers.
 
-    h1 = relu(A own + sets + a)      own: decayed counts of all experts, router logits, hidden state
+    h1 = relu(A seen + sets + a)     seen: decayed counts of all experts, router logits, hidden state
     h2 = relu(B h1 + b)              sets: sum of the set vectors of all layers (`history.sets_around`)
     keep = C h2 + c + v counts + w relu(U counts + u), the last two of an expert's own counts, alike for every expert
 
@@ -24,6 +24,7 @@ from flashmoe_jax.policy.history import (
     SetVectors,
     init_history,
     own_inputs,
+    own_width,
     sets_around,
     update_history,
 )
@@ -36,12 +37,16 @@ from flashmoe_jax.policy.network import (
     affine,
 )
 
+# Of the counts at several speeds those that the network over the layer sees, as places in SHIFTS: half-lives of 2.4, 22
+# and 177 steps. They are highly correlated, and more of them gain nothing.
+SEEN_SHIFTS = (1, 4, 7)
+
 
 class ContextNetwork(NamedTuple):
     """Parameters of one layer, whole numbers in float32."""
 
     vectors: SetVectors
-    first: IntegerLayer  # [H, own inputs]
+    first: IntegerLayer  # [H, seen inputs]
     second: IntegerLayer  # [H2, H]
     last: IntegerLayer  # [E, H2]
     own: Array  # [K] weight of an expert's own counts in its keep value
@@ -54,7 +59,7 @@ class TrainedContext(NamedTuple):
 
     upward: np.ndarray  # [L, E, H]
     downward: np.ndarray  # [L, E, H]
-    first_kernel: np.ndarray  # [L, H, own inputs]
+    first_kernel: np.ndarray  # [L, H, seen inputs]
     first_bias: np.ndarray  # [L, H]
     second_kernel: np.ndarray  # [L, H2, H], or [1, H2, H] where all layers share it
     second_bias: np.ndarray  # [L, H2]
@@ -101,13 +106,21 @@ def score_context(params: ContextNetwork, state: History, layer: Array) -> Array
 
 def context_keep(params: ContextNetwork, own: Array, sets: Array) -> Array:
     """The network: own inputs `[..., F]` and set vectors `[..., H]` to keep values `[..., E]`."""
-    num_experts = params.last.kernel.shape[0]
-    h1 = activate(params.first, affine(params.first, own) + sets)
+    num_counts = len(SHIFTS) * params.last.kernel.shape[0]
+    level = own[..., :num_counts].reshape(*own.shape[:-1], len(SHIFTS), -1)
+    seen = jnp.concatenate([*(level[..., k, :] for k in SEEN_SHIFTS), own[..., num_counts:]], axis=-1)
+    h1 = activate(params.first, affine(params.first, seen) + sets)
     h2 = activate(params.second, affine(params.second, h1))
-    level = own[..., : len(SHIFTS) * num_experts].reshape(*own.shape[:-1], len(SHIFTS), num_experts)
     of_counts = activate(params.own_first, affine(params.own_first, jnp.swapaxes(level, -1, -2)))
     alike = jnp.sum(level * params.own[:, None], axis=-2) + jnp.sum(of_counts * params.own_last, axis=-1)
     return affine(params.last, h2) + alike
+
+
+def seen_columns(model: PolicyShape, inputs: frozenset[str]) -> np.ndarray:
+    """Places in `history.own_inputs` of what the network over a layer sees, ascending."""
+    num_counts = len(SHIFTS) * model.num_experts
+    counts = np.arange(num_counts).reshape(len(SHIFTS), -1)[list(SEEN_SHIFTS)]
+    return np.concatenate([counts.reshape(-1), np.arange(num_counts, own_width(model, inputs))])
 
 
 def round_context(

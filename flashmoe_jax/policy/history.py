@@ -1,4 +1,4 @@
-"""What the policies `context` and `shared` remember of the steps so far.
+"""What the policy `context` remembers of the steps so far, and the decayed counts that `shared` keeps, too.
 
 All of it is whole numbers, so that a network of whole numbers (`network.py`) gives the same keep values in the decode
 step and in replay. Owns the state, its update, and how it becomes network inputs; `paper` counts as the heuristics do.
@@ -77,15 +77,13 @@ def update_history(
     takes_part_B = expert_ids[:, 0] >= 0
     is_step = jnp.any(used_E > 0)
     row = History(*(a[layer] for a in state))
-    shift_K1 = jnp.array(SHIFTS, jnp.int32)[:, None]
-    counts_KE = row.counts - lax.shift_right_arithmetic(row.counts, jnp.broadcast_to(shift_K1, row.counts.shape))
     upward, downward = row.upward, row.downward
     if row.upward.size:
         assert vectors is not None
         upward = _sum_of(used_E, vectors.upward, vectors.upward_limit)
         downward = _sum_of(used_E, vectors.downward, vectors.downward_limit)
     new = History(
-        counts=counts_KE + (used_E << _ONE),
+        counts=decayed_counts(row.counts, used_E),
         used=used_E,
         upward=upward,
         downward=downward,
@@ -93,6 +91,13 @@ def update_history(
         hidden=_mean_hidden(hidden, takes_part_B) if row.hidden.size else row.hidden,
     )
     return History(*(a.at[layer].set(jnp.where(is_step, b, old)) for a, b, old in zip(state, new, row, strict=True)))
+
+
+def decayed_counts(counts_KE: Array, used_E: Array) -> Array:
+    """Counts of a layer after a step that used `used_E`, 1 or 0."""
+    shift_K1 = jnp.array(SHIFTS, jnp.int32)[:, None]
+    left_KE = counts_KE - lax.shift_right_arithmetic(counts_KE, jnp.broadcast_to(shift_K1, counts_KE.shape))
+    return left_KE + (used_E.astype(jnp.int32) << _ONE)
 
 
 def _sum_of(used_E: Array, vector_EH: Array, limit_H: Array) -> Array:

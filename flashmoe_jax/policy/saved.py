@@ -18,17 +18,16 @@ import numpy as np
 
 from flashmoe_jax.errors import ConfigError
 from flashmoe_jax.policy.base import HIDDEN, Policy, PolicyShape
-from flashmoe_jax.policy.context import TrainedContext, context_policy, round_context
-from flashmoe_jax.policy.history import MAX_INPUT, own_width
+from flashmoe_jax.policy.context import TrainedContext, context_policy, round_context, seen_columns
+from flashmoe_jax.policy.history import MAX_INPUT
 from flashmoe_jax.policy.learned import (
     LEARNED,
     PAPER_MAX_INPUT,
-    SHARED_WIDTH,
     paper_policy,
     paper_width,
-    shared_policy,
 )
 from flashmoe_jax.policy.network import FloatLayer, IntegerLayer, to_integers
+from flashmoe_jax.policy.shared import SHARED_WIDTH, shared_policy
 
 FORMAT_VERSION = 1
 POLICY_JSON = "policy.json"
@@ -108,7 +107,7 @@ class SavedPolicy:
             raise ConfigError(f"the kind {self.kind!r} is unknown; this version knows {', '.join(LEARNED)}")
         if self.kind == "context":
             TrainedContext(**self.arrays)
-            given, wanted = self.arrays["first_kernel"].shape[2], own_width(self.model, self.inputs)
+            given, wanted = self.arrays["first_kernel"].shape[2], len(seen_columns(self.model, self.inputs))
         else:
             given = self.arrays["kernel0"].shape[2]
             wanted = paper_width(self.shape, self.model) if self.kind == "paper" else SHARED_WIDTH

@@ -6,7 +6,7 @@ import pytest
 from random_policies import random_policy
 
 from flashmoe_jax.policy.base import HIDDEN, ROUTER_LOGITS, Policy, PolicyShape
-from flashmoe_jax.policy.context import TrainedContext, context_keep, round_context
+from flashmoe_jax.policy.context import TrainedContext, context_keep, round_context, seen_columns
 from flashmoe_jax.policy.history import SHIFTS, History, own_inputs, sets_around
 from flashmoe_jax.policy.network import EXACT
 
@@ -30,7 +30,8 @@ def states(policy: Policy, steps: int, batch: int = 1) -> list[History]:
 
 
 def in_floats(trained: TrainedContext, layer: int, own: np.ndarray, sets: np.ndarray) -> np.ndarray:
-    h1 = np.clip(trained.first_kernel[layer] @ own + sets + trained.first_bias[layer], 0, trained.first_peak[layer])
+    seen = own[seen_columns(MODEL, INPUTS)]
+    h1 = np.clip(trained.first_kernel[layer] @ seen + sets + trained.first_bias[layer], 0, trained.first_peak[layer])
     h2 = trained.second_kernel[layer] @ h1 + trained.second_bias[layer]
     h2 = np.clip(h2, 0, trained.second_peak[layer])
     counts = own[: len(SHIFTS) * MODEL.num_experts].reshape(len(SHIFTS), -1)
