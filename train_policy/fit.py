@@ -61,6 +61,7 @@ class Recipe:
         hidden_units: of `context` and `shared`; 0 of `shared`: one affine layer.
         shape: of `paper`.
         num_orders: orders of the prompts in an epoch, see `fit_data.split`.
+        ridge: weight of the squares of kernels in the loss.
     """
 
     label: Label
@@ -72,12 +73,13 @@ class Recipe:
     hidden_units: int = 0
     shape: str = ""
     num_orders: int = 1
+    ridge: float = 0.0
 
 
 RECIPES = {
     "context": Recipe(label=Label.REUSE, epochs=12, dropout=0.25, hidden_units=128),
     "paper": Recipe(label=Label.DISTANCE, epochs=6, shape="layer"),
-    "shared": Recipe(label=Label.REUSE, epochs=8, learning_rate=1e-2),
+    "shared": Recipe(label=Label.REUSE, epochs=8, learning_rate=3e-2, weight_decay=0.0, ridge=1e-3),
 }
 
 
@@ -302,12 +304,14 @@ class Trainer:
 
     def _step(self, target: Target) -> Callable[..., tuple[Any, Any]]:
         """Jitted `(params, optimiser state, *batch) -> (params, optimiser state)`."""
-        optimiser, dropout, keep_of = self._optimiser, self._recipe.dropout, self._keep
+        optimiser, keep_of = self._optimiser, self._keep
+        dropout, ridge = self._recipe.dropout, self._recipe.ridge
 
         def loss(params: Any, *batch: Array) -> Array:
             inputs, used, before, distance, boundary, random = batch
             masks = _masks(random, used, dropout) if dropout else None
-            return target.loss(keep_of(params, inputs, used, before, masks), distance, boundary)
+            error = target.loss(keep_of(params, inputs, used, before, masks), distance, boundary)
+            return error + ridge * _sum_of_squares(params) if ridge else error
 
         @jax.jit
         def step(params: Any, state: Any, *batch: Array) -> tuple[Any, Any]:
@@ -365,6 +369,12 @@ class Trainer:
         activations = jax.jit(self._activations)(self._params, *train.rows(rows)[:3])
         network: Any = nnx.merge(self._graph, self._params)
         return network.weights() | {name: peaks(np.asarray(found)) for name, found in activations.items()}
+
+
+def _sum_of_squares(params: Any) -> Array:
+    """Of kernels and vectors."""
+    squares = jax.tree_util.tree_map_with_path(lambda path, a: is_decayed(path, a) * jnp.sum(jnp.square(a)), params)
+    return sum(jax.tree.leaves(squares), jnp.float32(0))
 
 
 def _masks(random: Array, used: Array, dropout: float) -> Masks:

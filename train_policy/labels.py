@@ -22,8 +22,6 @@ FAR = 255  # so many steps away or more, or never
 # The paper's clamp in experts of a layer, as its public stand-in has it (github malmong/CECAR).
 _CLAMP = 0.75
 HORIZONS = (2.0, 8.0, 16.0)
-# Of a network with one head: this many times the steps in which as many experts are chosen as a layer has.
-_SINGLE_HORIZON = 2.0
 VICTIM_SHARES = (0.125, 0.25, 0.375, 0.5)  # of the experts that have a slot
 _CHUNK_STEPS = 8192
 
@@ -77,7 +75,8 @@ class Target:
             clamp = _CLAMP * self.num_experts
             return jnp.mean(jnp.square(keep + jnp.minimum(away, clamp) / clamp))
         if self.label is Label.REUSE:
-            own = _SINGLE_HORIZON * self.num_experts / self.top_k
+            # One head asks about as many steps as it takes to choose as many experts as a layer has.
+            own = self.num_experts / self.top_k
             horizon = jnp.array([own] if self.is_single else HORIZONS, jnp.float32)[:, None]
             wanted = jnp.exp((1 - away) / horizon)
         else:

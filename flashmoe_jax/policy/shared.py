@@ -82,8 +82,8 @@ def shared_keep(params: tuple[IntegerLayer, ...], inputs: Array) -> Array:
 def shared_inputs(counts_KE: Array, sets_WE: Array) -> Array:
     """What `shared` sees of every expert of a layer, float32 `[E, SHARED_WIDTH]` from 0 to MAX_INPUT.
 
-    Roots of decayed counts and of what is recalled, each relative to its mean over the layer's experts: so a cold start,
-    a sparse and a dense model look alike.
+    Roots of decayed counts and of what is recalled, each relative to its mean over the layer's experts: so a cold
+    start, a sparse and a dense model look alike.
     """
     # In whole numbers of 8 bits of fraction a layer's sum is exact.
     coarse_KE = lax.shift_right_arithmetic(counts_KE, jnp.full_like(counts_KE, 8))
