@@ -34,7 +34,7 @@ from flashmoe_jax.models.weights import dense_weight_specs
 from flashmoe_jax.policy import Policy, PolicyShape, make_policy
 from flashmoe_jax.policy.base import ROUTER_LOGITS
 from flashmoe_jax.policy.context import seen_columns
-from flashmoe_jax.policy.history import SHIFTS
+from flashmoe_jax.policy.history import OWN_FEATURES
 from flashmoe_jax.policy.learned import paper_width
 from flashmoe_jax.policy.saved import SavedPolicy
 from flashmoe_jax.policy.shared import SHARED_WIDTH
@@ -89,7 +89,7 @@ def random_policy(name: str, model: PolicyShape, hidden: int, num_slots: int) ->
     random = np.random.default_rng(0)
     kind, _, variant = name.partition("-")
     inputs = frozenset({ROUTER_LOGITS} if variant == "logits" else ())
-    L, E, K = model.num_layers, model.num_experts, len(SHIFTS)
+    L, E, K = model.num_layers, model.num_experts, OWN_FEATURES
 
     def weights(*size: int) -> np.ndarray:
         return random.normal(0, 1 / np.sqrt(size[-1]), size).astype(np.float32)

@@ -4,7 +4,7 @@ import numpy as np
 
 from flashmoe_jax.policy.base import HIDDEN, PolicyShape
 from flashmoe_jax.policy.context import seen_columns
-from flashmoe_jax.policy.history import SHIFTS
+from flashmoe_jax.policy.history import OWN_FEATURES
 from flashmoe_jax.policy.learned import paper_width
 from flashmoe_jax.policy.saved import SavedPolicy
 from flashmoe_jax.policy.shared import SHARED_WIDTH
@@ -41,8 +41,8 @@ def random_policy(
             "second_bias": weights(L, hidden),
             "last_kernel": weights(L, heads, E, hidden),
             "last_bias": weights(L, heads, E),
-            "own": weights(L, heads, len(SHIFTS)),
-            "own_kernel": weights(L, 4, len(SHIFTS)),
+            "own": weights(L, heads, OWN_FEATURES),
+            "own_kernel": weights(L, 4, OWN_FEATURES),
             "own_bias": weights(L, 4),
             "own_last": weights(L, heads, 4),
             "first_peak": np.full(L, 2.0, np.float32),

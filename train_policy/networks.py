@@ -19,14 +19,13 @@ from jax import Array, lax
 
 from flashmoe_jax.policy.base import PolicyShape
 from flashmoe_jax.policy.context import seen_columns
-from flashmoe_jax.policy.history import MAX_INPUT, SHIFTS
+from flashmoe_jax.policy.history import MAX_INPUT, OWN_FEATURES
 from flashmoe_jax.policy.learned import PAPER_MAX_INPUT, paper_width
 from flashmoe_jax.policy.shared import SHARED_WIDTH
 
 # Activations are cut off where all but this share of them end: 255 steps must do for the rest.
 _PEAK_QUANTILE = 0.9998
 _OWN_UNITS = 16  # of the part of a context network that treats all experts alike
-# Of the counts at several speeds, those that a layer's network sees: half-lives of 2.4, 22 and 177 steps.
 _VECTORS = ("upward", "downward")
 HIDDEN_OFFSET = 128  # hidden states, -127 to 127, are kept as bytes like all other inputs
 PAPER_HIDDEN = {"expert": 128, "layer": 64}  # units of the hidden layers, by shape
@@ -43,7 +42,7 @@ class ContextBatch(NamedTuple):
 class Masks(NamedTuple):
     """What a training step multiplies its inputs by: 0 leaves one out."""
 
-    own: Array  # [B, F] the same for every layer; an expert's own network sees its counts all the same
+    own: Array  # [B, F] the same for every layer; an expert's own network sees its features all the same
     used: Array  # [B, L, E]
     used_before: Array  # [B, L, E]
 
@@ -73,7 +72,7 @@ class ContextNetwork(nnx.Module):
             model.num_experts,
             size.hidden_units,
             size.num_heads,
-            len(SHIFTS),
+            OWN_FEATURES,
             _OWN_UNITS,
         )
         self.model, self.inputs = model, size.inputs
@@ -133,9 +132,9 @@ class ContextNetwork(nnx.Module):
     def _keep(self, weights: dict[str, Array], own: Array, sets: Array, own_mask: Array | None) -> Array:
         """Keep values `[B, M, E]` of a layer."""
         activations = self._activations(weights, own, sets, own_mask)
-        of_counts, counts_KN = activations["own_peak"], self._counts(own)
+        of_own, own_KN = activations["own_peak"], self._own_features(own)
         B, (M, E, H) = len(own), weights["last_kernel"].shape
-        alike = weights["own"] @ counts_KN + weights["own_last"] @ of_counts
+        alike = weights["own"] @ own_KN + weights["own_last"] @ of_own
         # [M, E] merged: all heads in one product.
         keep = activations["second_peak"] @ weights["last_kernel"].reshape(M * E, H).T
         return keep.reshape(B, M, E) + weights["last_bias"] + jnp.swapaxes(alike.reshape(M, B, E), 0, 1)
@@ -152,13 +151,13 @@ class ContextNetwork(nnx.Module):
             seen = seen * own_mask
         h1 = jax.nn.relu(seen @ weights["first_kernel"].T + sets + weights["first_bias"])
         h2 = jax.nn.relu(h1 @ weights["second_kernel"].T + weights["second_bias"])
-        of_counts = jax.nn.relu(weights["own_kernel"] @ self._counts(own) + weights["own_bias"][:, None])
-        return {"first_peak": h1, "second_peak": h2, "own_peak": of_counts}
+        of_own = jax.nn.relu(weights["own_kernel"] @ self._own_features(own) + weights["own_bias"][:, None])
+        return {"first_peak": h1, "second_peak": h2, "own_peak": of_own}
 
-    def _counts(self, own: Array) -> Array:
-        """Counts `[K, N]` from 0 to 1, with the steps and experts of `[B, E]` merged to N."""
-        counts = own[:, : len(SHIFTS) * self.model.num_experts].astype(jnp.float32) * (1 / MAX_INPUT)
-        return jnp.swapaxes(counts.reshape(len(own), len(SHIFTS), -1), 0, 1).reshape(len(SHIFTS), -1)
+    def _own_features(self, own: Array) -> Array:
+        """Features `[K, N]` of every expert, from 0 to 1, with the steps and experts of `[B, E]` merged to N."""
+        counts = own[:, : OWN_FEATURES * self.model.num_experts].astype(jnp.float32) * (1 / MAX_INPUT)
+        return jnp.swapaxes(counts.reshape(len(own), OWN_FEATURES, -1), 0, 1).reshape(OWN_FEATURES, -1)
 
 
 class AffineNetwork(nnx.Module):

@@ -189,7 +189,7 @@ def _shown(policy: Policy, steps: Steps, span: slice, size: int, top_k: int) -> 
 
 
 def _chunk_size(state: Any, num_updates: int) -> int:
-    ints = sum(a.size for a in jax.tree.leaves(state))
+    ints = sum(a.nbytes for a in jax.tree.leaves(state)) // 4
     fitting = max(_CHUNK_INTS // ints, 1)
     largest = min(max(1 << (fitting.bit_length() - 1), _MIN_CHUNK), _MAX_CHUNK)
     return min(largest, max(1 << max(num_updates - 1, 1).bit_length(), _MIN_CHUNK))

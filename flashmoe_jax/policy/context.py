@@ -2,7 +2,7 @@
 
     h1 = relu(A seen + sets + a)     seen: decayed counts of all experts, router logits, hidden state
     h2 = relu(B h1 + b)              sets: sum of the set vectors of all layers (`history.sets_around`)
-    keep = C h2 + c + v counts + w relu(U counts + u), the last two of an expert's own counts, alike for every expert
+    keep = C h2 + c + v f + w relu(U f + u)      f: an expert's own counts and recall; alike for every expert
 
 Owns the network in whole numbers and how trained floats become it. Invariant: no sum reaches `network.EXACT`, so keep
 values are the same bits in every program.
@@ -19,7 +19,7 @@ from flashmoe_jax.policy.base import HIDDEN, Policy, PolicyShape
 from flashmoe_jax.policy.history import (
     MAX_HIDDEN,
     MAX_INPUT,
-    SHIFTS,
+    OWN_FEATURES,
     History,
     SetVectors,
     init_history,
@@ -49,8 +49,8 @@ class ContextNetwork(NamedTuple):
     first: IntegerLayer  # [H, seen inputs]
     second: IntegerLayer  # [H2, H]
     last: IntegerLayer  # [E, H2]
-    own: Array  # [K] weight of an expert's own counts in its keep value
-    own_first: IntegerLayer  # [J, K] of an expert's own counts
+    own: Array  # [K] weight of an expert's own features in its keep value, OWN_FEATURES of them
+    own_first: IntegerLayer  # [J, K] of an expert's own features
     own_last: Array  # [J] weight of these in its keep value
 
 
@@ -106,21 +106,21 @@ def score_context(params: ContextNetwork, state: History, layer: Array) -> Array
 
 def context_keep(params: ContextNetwork, own: Array, sets: Array) -> Array:
     """The network: own inputs `[..., F]` and set vectors `[..., H]` to keep values `[..., E]`."""
-    num_counts = len(SHIFTS) * params.last.kernel.shape[0]
-    level = own[..., :num_counts].reshape(*own.shape[:-1], len(SHIFTS), -1)
-    seen = jnp.concatenate([*(level[..., k, :] for k in SEEN_SHIFTS), own[..., num_counts:]], axis=-1)
+    num_own = OWN_FEATURES * params.last.kernel.shape[0]
+    level = own[..., :num_own].reshape(*own.shape[:-1], OWN_FEATURES, -1)
+    seen = jnp.concatenate([*(level[..., k, :] for k in SEEN_SHIFTS), own[..., num_own:]], axis=-1)
     h1 = activate(params.first, affine(params.first, seen) + sets)
     h2 = activate(params.second, affine(params.second, h1))
-    of_counts = activate(params.own_first, affine(params.own_first, jnp.swapaxes(level, -1, -2)))
-    alike = jnp.sum(level * params.own[:, None], axis=-2) + jnp.sum(of_counts * params.own_last, axis=-1)
+    of_own = activate(params.own_first, affine(params.own_first, jnp.swapaxes(level, -1, -2)))
+    alike = jnp.sum(level * params.own[:, None], axis=-2) + jnp.sum(of_own * params.own_last, axis=-1)
     return affine(params.last, h2) + alike
 
 
 def seen_columns(model: PolicyShape, inputs: frozenset[str]) -> np.ndarray:
     """Places in `history.own_inputs` of what the network over a layer sees, ascending."""
-    num_counts = len(SHIFTS) * model.num_experts
-    counts = np.arange(num_counts).reshape(len(SHIFTS), -1)[list(SEEN_SHIFTS)]
-    return np.concatenate([counts.reshape(-1), np.arange(num_counts, own_width(model, inputs))])
+    num_own = OWN_FEATURES * model.num_experts
+    counts = np.arange(num_own).reshape(OWN_FEATURES, -1)[list(SEEN_SHIFTS)]
+    return np.concatenate([counts.reshape(-1), np.arange(num_own, own_width(model, inputs))])
 
 
 def round_context(
@@ -156,8 +156,8 @@ def round_context(
         )
         second = t.second_kernel[layer % len(t.second_kernel)] * units[0]
         second_steps = _grid(np.abs(second).sum(axis=1) * MAX_ACTIVATION + np.abs(t.second_bias[layer]), second)
-        of_counts = t.own_kernel[layer] / MAX_INPUT
-        count_steps = _grid(np.abs(of_counts).sum(axis=1) * MAX_INPUT + np.abs(t.own_bias[layer]), of_counts)
+        of_own = t.own_kernel[layer] / MAX_INPUT
+        count_steps = _grid(np.abs(of_own).sum(axis=1) * MAX_INPUT + np.abs(t.own_bias[layer]), of_own)
         last, own, own_last = kernel_LEH[layer] * units[1], own_LK[layer] / MAX_INPUT, own_LJ[layer] * units[2]
         alike_reach = np.abs(own).sum() * MAX_INPUT + np.abs(own_last).sum() * MAX_ACTIVATION
         last_reach = np.abs(last).sum(axis=1) * MAX_ACTIVATION + np.abs(heads_LE[layer]) + alike_reach
@@ -169,7 +169,7 @@ def round_context(
                 second=_layer(second, t.second_bias[layer], second_steps, 1 / (second_steps * units[1])),
                 last=_layer(last, heads_LE[layer], last_steps, 0.0),
                 own=_whole(own * last_steps),
-                own_first=_layer(of_counts, t.own_bias[layer], count_steps, 1 / (count_steps * units[2])),
+                own_first=_layer(of_own, t.own_bias[layer], count_steps, 1 / (count_steps * units[2])),
                 own_last=_whole(own_last * last_steps),
             )
         )

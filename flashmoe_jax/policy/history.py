@@ -18,9 +18,11 @@ from jax import Array, lax
 
 from flashmoe_jax.policy.base import HIDDEN, ROUTER_LOGITS, PolicyShape
 from flashmoe_jax.policy.heuristics import used_experts
+from flashmoe_jax.policy.recall import NUM_RECALLS, NUM_SETS, recall_levels, remembered
 
 MAX_INPUT = 255
 SHIFTS = tuple(range(1, 10))
+OWN_FEATURES = len(SHIFTS) + NUM_RECALLS  # of an expert, in `own_inputs`
 _ONE = 16  # bits of a count's fraction
 # Router logits are kept as steps of 1/16 below the largest, MAX_INPUT for the largest itself.
 _LOGIT_STEPS = 16.0
@@ -44,11 +46,16 @@ class History(NamedTuple):
     """State of all layers, int32 but for the vectors; parts that a policy does not use have no elements."""
 
     counts: Array  # [L, K, E] decayed uses, one row per shift
-    used: Array  # [L, E] 1 = chosen in the layer's last step
+    sets: Array  # [L, NUM_SETS, E] int8: 1 = chosen, the latest step first
     upward: Array  # [L, H] float32 whole numbers: of the layer's last set, for the layers above; or [L, 0]
     downward: Array  # [L, H] the same for the layers below
     logits: Array  # [L, 1 + averages, E] the last step's, then moving averages; or [L, 0, E]
     hidden: Array  # [L, D] of the last step; or [L, 0]
+
+    @property
+    def used(self) -> Array:
+        """1 = chosen in the layer's last step, `[L, E]`."""
+        return self.sets[..., 0, :]
 
 
 def init_history(shape: PolicyShape, *, vector_size: int, inputs: frozenset[str]) -> History:
@@ -56,7 +63,7 @@ def init_history(shape: PolicyShape, *, vector_size: int, inputs: frozenset[str]
     L, E = shape.num_layers, shape.num_experts
     return History(
         counts=jnp.zeros((L, len(SHIFTS), E), jnp.int32),
-        used=jnp.zeros((L, E), jnp.int32),
+        sets=jnp.zeros((L, NUM_SETS, E), jnp.int8),
         upward=jnp.zeros((L, vector_size), jnp.float32),
         downward=jnp.zeros((L, vector_size), jnp.float32),
         logits=jnp.zeros((L, 1 + len(LOGIT_SHIFTS) if ROUTER_LOGITS in inputs else 0, E), jnp.int32),
@@ -73,7 +80,7 @@ def update_history(
     hidden: Array | None,
 ) -> History:
     """Counts one step of one layer; see `Policy.update`."""
-    used_E = used_experts(expert_ids, state.used.shape[1]).astype(jnp.int32)
+    used_E = used_experts(expert_ids, state.sets.shape[2]).astype(jnp.int32)
     takes_part_B = expert_ids[:, 0] >= 0
     is_step = jnp.any(used_E > 0)
     row = History(*(a[layer] for a in state))
@@ -84,7 +91,7 @@ def update_history(
         downward = _sum_of(used_E, vectors.downward, vectors.downward_limit)
     new = History(
         counts=decayed_counts(row.counts, used_E),
-        used=used_E,
+        sets=remembered(row.sets, used_E),
         upward=upward,
         downward=downward,
         logits=_update_logits(row.logits, router_logits, takes_part_B) if row.logits.size else row.logits,
@@ -132,7 +139,9 @@ def count_levels(counts: Array) -> Array:
 
 
 def own_inputs(row: History) -> Array:
-    """What a network over a layer sees of the layer itself: counts, then router logits and hidden state where kept.
+    """What a network over a layer sees of the layer itself.
+
+    Counts and what is recalled, OWN_FEATURES rows of E; then router logits and hidden state where they are kept.
 
     Args:
         row: of the layer, without the layer axis.
@@ -140,7 +149,7 @@ def own_inputs(row: History) -> Array:
     Returns:
         float32 `[own_width]` whole numbers.
     """
-    parts = [count_levels(row.counts).reshape(-1)]
+    parts = [count_levels(row.counts).reshape(-1), recall_levels(row.sets).reshape(-1)]
     if row.logits.size:
         averages = lax.shift_right_arithmetic(row.logits[1:], jnp.full_like(row.logits[1:], _LOGIT_BITS))
         parts += [row.logits[0].astype(jnp.float32), averages.astype(jnp.float32).reshape(-1)]
@@ -151,7 +160,7 @@ def own_inputs(row: History) -> Array:
 def own_width(shape: PolicyShape, inputs: frozenset[str]) -> int:
     """How many inputs `own_inputs` gives."""
     logits = 1 + len(LOGIT_SHIFTS) if ROUTER_LOGITS in inputs else 0
-    return (len(SHIFTS) + logits) * shape.num_experts + (shape.hidden_size if HIDDEN in inputs else 0)
+    return (OWN_FEATURES + logits) * shape.num_experts + (shape.hidden_size if HIDDEN in inputs else 0)
 
 
 def sets_around(state: History, layer: Array) -> Array:

@@ -125,6 +125,8 @@ def save_policy(folder: str | os.PathLike[str], saved: SavedPolicy) -> None:
     try:
         arrays = {name: np.asarray(a, np.float32) for name, a in saved.arrays.items()}
         save_dense((part / _WEIGHTS).absolute(), arrays.items())
+        # It names a folder of this machine, and a policy is made to be given away.
+        (part / _WEIGHTS / "commit_success.txt").unlink(missing_ok=True)
         description = {
             "format_version": FORMAT_VERSION,
             "kind": saved.kind,

@@ -7,7 +7,7 @@ from random_policies import random_policy
 
 from flashmoe_jax.policy.base import HIDDEN, ROUTER_LOGITS, Policy, PolicyShape
 from flashmoe_jax.policy.context import TrainedContext, context_keep, round_context, seen_columns
-from flashmoe_jax.policy.history import SHIFTS, History, own_inputs, sets_around
+from flashmoe_jax.policy.history import OWN_FEATURES, History, own_inputs, sets_around
 from flashmoe_jax.policy.network import EXACT
 
 MODEL = PolicyShape(4, 16, 3, 10)
@@ -34,7 +34,7 @@ def in_floats(trained: TrainedContext, layer: int, own: np.ndarray, sets: np.nda
     h1 = np.clip(trained.first_kernel[layer] @ seen + sets + trained.first_bias[layer], 0, trained.first_peak[layer])
     h2 = trained.second_kernel[layer] @ h1 + trained.second_bias[layer]
     h2 = np.clip(h2, 0, trained.second_peak[layer])
-    counts = own[: len(SHIFTS) * MODEL.num_experts].reshape(len(SHIFTS), -1)
+    counts = own[: OWN_FEATURES * MODEL.num_experts].reshape(OWN_FEATURES, -1)
     h3 = np.clip(trained.own_kernel[layer] @ counts + trained.own_bias[layer][:, None], 0, trained.own_peak[layer])
     alike = trained.own[layer, 0] @ counts + trained.own_last[layer, 0] @ h3
     return trained.last_kernel[layer, 0] @ h2 + trained.last_bias[layer, 0] + alike

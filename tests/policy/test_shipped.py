@@ -9,8 +9,9 @@ import pytest
 
 from flashmoe_jax.policy.base import PolicyShape
 from flashmoe_jax.policy.choice import SHIPPED, choose_policy
+from flashmoe_jax.policy.recall import NUM_SETS, recalled
 from flashmoe_jax.policy.saved import load_saved
-from flashmoe_jax.policy.shared import NUM_SETS, init_shared, recalled, shared_inputs, update_shared
+from flashmoe_jax.policy.shared import init_shared, shared_inputs, update_shared
 
 MODELS = [PolicyShape(2, 8, 2), PolicyShape(3, 64, 8, 2048), PolicyShape(2, 128, 8), PolicyShape(1, 512, 10)]
 
