@@ -77,7 +77,7 @@ class Recipe:
 
 
 RECIPES = {
-    "context": Recipe(label=Label.REUSE, epochs=12, dropout=0.25, hidden_units=128),
+    "context": Recipe(label=Label.REUSE, epochs=6, weight_decay=0.1, dropout=0.35, hidden_units=128, num_orders=2),
     "paper": Recipe(label=Label.DISTANCE, epochs=6, shape="layer"),
     "shared": Recipe(label=Label.REUSE, epochs=8, learning_rate=3e-2, weight_decay=0.0, ridge=1e-3),
 }
