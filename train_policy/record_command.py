@@ -135,6 +135,7 @@ def _record(args: argparse.Namespace) -> Any:
     enable_compilation_cache((args.cache_dir or default_cache_dir()) / "compiled")
     with load(
         directory,
+        policy="lru",  # which changes no choice of the router, and costs least
         device_budget=budget,
         memory_limit=args.memory_limit,
         max_context=job.context,
