@@ -10,10 +10,10 @@ from jax import Array, lax
 
 MAX_LEVEL = 255
 # Sets of a layer that are remembered, this step's among them.
-NUM_SETS = 256
+NUM_SETS = 64
 NUM_RECALLS = 3
 # Experts that two sets have in common, at the most: of a larger number the sums below would not be exact.
-_MAX_COMMON = 84
+_MAX_COMMON = 170
 _LATER = (2, 3, 4)  # steps after a similar one that count together
 # An expert at the layer's mean has this level.
 _PER_MEAN = 32
