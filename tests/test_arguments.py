@@ -83,6 +83,11 @@ def test_prompts_that_cannot_be_used(
         (["--seed", "-3"], "--seed is -3"),
         (["--stop", ""], "a stop string is empty"),
         (["--policy-trace", "t.npz"], "--policy-trace has no effect with --policy auto"),
+        (
+            ["--preset", "paper", "--policy", "lru"],
+            "--policy lru contradicts --preset paper, which sets --policy paper",
+        ),
+        (["--preset", "paper", "--guard", "on"], "--guard on contradicts --preset paper, which sets --guard off"),
         (["--policy", "static", "--policy-trace", "t.npz"], "t.npz does not exist"),
         (["--trace", "."], r"--trace \. is a directory"),
         (["--trace", "no/such/t.npz"], "no/such/t.npz cannot be written: No such file"),
@@ -92,6 +97,14 @@ def test_options_that_are_refused(options: list[str], message: str, tmp_path: Pa
     monkeypatch.chdir(tmp_path)
     with pytest.raises(FlashMoEError, match=message):
         check_options(parse(*options), has_prompt=True)
+
+
+def test_a_preset_fills_in_options_and_auto_is_the_policy_without_one():
+    preset, plain = parse("--preset", "paper"), parse()
+    for args in (preset, plain):
+        check_options(args, has_prompt=True)
+    assert (preset.policy, preset.guard) == ("paper", "off")
+    assert (plain.policy, plain.guard) == ("auto", None)
 
 
 def test_a_conversation_prints_no_json():
