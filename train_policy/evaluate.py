@@ -18,6 +18,7 @@ import numpy as np
 from flashmoe_jax.errors import ConfigError
 from flashmoe_jax.npz import read_npz
 from flashmoe_jax.policy import STATIC_NAME
+from flashmoe_jax.policy.saved import POLICY_JSON
 from flashmoe_jax.telemetry.trace import WIDE_COLUMNS, Trace, load_trace
 from train_policy.audit import Auditor
 from train_policy.provenance import TrainedOn, fingerprint, read_trained_on
@@ -30,7 +31,6 @@ NOT_COMPARED = ("static", "min-bypass")  # hindsight; keeps nothing that it coul
 ALL = "all"  # tests together, in the place of a test
 # Where one prompt is all there is, pieces of it stand in for prompts.
 BLOCK_TOKENS = 16
-_POLICY_JSON = "policy.json"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -83,7 +83,7 @@ def read_candidates(folders: Sequence[Path]) -> list[Candidate]:
 
 
 def _candidate(name: str, folder: Path) -> Candidate:
-    learned, static = folder / _POLICY_JSON, folder / STATIC_NAME
+    learned, static = folder / POLICY_JSON, folder / STATIC_NAME
     try:
         if learned.exists():
             text = json.loads(learned.read_text(encoding="utf-8"))
@@ -91,7 +91,7 @@ def _candidate(name: str, folder: Path) -> Candidate:
         elif static.exists():
             inputs, meta = frozenset(), json.loads(str(read_npz(static)["meta"]))
         else:
-            raise ConfigError(f"{folder} holds no policy (neither {_POLICY_JSON} nor {STATIC_NAME}); fit writes one")
+            raise ConfigError(f"{folder} holds no policy (neither {POLICY_JSON} nor {STATIC_NAME}); fit writes one")
         return Candidate(name=name, folder=folder, inputs=inputs, trained_on=tuple(read_trained_on(meta)))
     except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
         if isinstance(error, ConfigError):

@@ -42,7 +42,7 @@ class StateChunk(NamedTuple):
 class InputChunk(NamedTuple):
     """Network inputs at each of the next n steps."""
 
-    inputs: list[np.ndarray]  # per layer asked for: `own_inputs` [n, F], `shared_inputs` [n, E, F], `paper_inputs`
+    inputs: list[np.ndarray]  # per layer: `own_inputs` [n, F], `shared_inputs` [n, E, F], `paper_inputs`
     used: np.ndarray  # uint8 [n, L, E] the sets that were chosen, for `context`
 
 
@@ -78,22 +78,20 @@ def _init_untrained(inputs: frozenset[str]) -> Callable[[PolicyShape], Any]:
     return functools.partial(init_history, vector_size=0, inputs=inputs)
 
 
-def input_chunks(policy: Policy, steps: Steps, top_k: int, layers: Sequence[int] | None = None) -> Iterator[InputChunk]:
+def input_chunks(policy: Policy, steps: Steps, top_k: int) -> Iterator[InputChunk]:
     """What the networks of a learned policy see of their own layers at every step, and all layers' sets.
 
     Args:
         policy: whose state is wanted; see `untrained`.
         steps: of the trace.
         top_k: experts per token.
-        layers: MoE layers to make inputs for; None for all.
 
     Raises:
         ConfigError: as `check_inputs`.
     """
     make = _inputs(policy.name)
     for chunk in state_chunks(policy, steps, top_k):
-        wanted = range(steps.num_layers) if layers is None else layers
-        inputs = [np.asarray(make(_layer_of(chunk.rows, layer)))[: chunk.num_steps] for layer in wanted]
+        inputs = [np.asarray(make(_layer_of(chunk.rows, i)))[: chunk.num_steps] for i in range(steps.num_layers)]
         used = getattr(chunk.rows, "used", np.zeros((0, 0, 0)))
         yield InputChunk(inputs, np.asarray(used[: chunk.num_steps], np.uint8))
 
