@@ -12,7 +12,17 @@ from setuptools.command.build_ext import build_ext
 
 # No fast-math: NaN and infinity propagate, and sums keep their order.
 FLAGS = ["-std=c++17", "-O3", "-fno-math-errno", "-ffp-contract=off", "-fvisibility=hidden", "-g0"]
-SOURCES = ("ffi", "kernels", "parallel", "isa_portable", "isa_avx2", "isa_avx512", "isa_avx512_bf16")
+SOURCES = (
+    "ffi",
+    "kernels",
+    "attention",
+    "parallel",
+    "streams",
+    "isa_portable",
+    "isa_avx2",
+    "isa_avx512",
+    "isa_avx512_bf16",
+)
 NATIVE = Path("flashmoe_jax") / "native"
 
 
@@ -44,7 +54,10 @@ setup(
         Extension(
             "flashmoe_jax.native._kernels",
             sources=[str(NATIVE / f"{name}.cc") for name in SOURCES],
-            depends=[str(NATIVE / f"{name}.h") for name in ("isa", "kernels", "parallel", "rounding", "tile")],
+            depends=[
+                str(NATIVE / f"{name}.h")
+                for name in ("isa", "kernels", "mix", "packed_rows", "parallel", "rounding", "tile")
+            ],
             language="c++",
             extra_compile_args=FLAGS,
             optional=True,

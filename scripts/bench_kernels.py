@@ -8,18 +8,10 @@ and compilation excluded.
 
 import argparse
 import csv
-import ctypes
 import functools
-import os
-import shutil
 import statistics
-import subprocess
 import sys
-import tempfile
-import threading
 import time
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -30,27 +22,9 @@ from flashmoe_jax import native
 from flashmoe_jax.experts.ffn import native as kernels
 from flashmoe_jax.experts.ffn import reference
 from flashmoe_jax.experts.record import RecordLayout
-
-# Reads `size` bytes as `streams` interleaved streams, each with its own sum, so that only loads limit it.
-READER = r"""
-#include <stddef.h>
-#include <stdint.h>
-typedef uint64_t vec __attribute__((vector_size(32)));
-uint64_t sum_streams(const char* base, size_t size, int streams) {
-  const size_t part = size / (size_t)streams / 256 * 256;
-  vec total[4] = {{0}, {0}, {0}, {0}};
-  for (size_t i = 0; i < part; i += 64) {
-    for (int s = 0; s < streams; ++s) {
-      const char* at = base + (size_t)s * part + i;
-      __builtin_prefetch(at + 1024, 0, 3);
-      total[s & 3] += *(const vec*)at + *(const vec*)(at + 32);
-    }
-  }
-  const vec all = total[0] + total[1] + total[2] + total[3];
-  return all[0] + all[1] + all[2] + all[3];
-}
-"""
-STREAMS = (1, 2, 4)
+from flashmoe_jax.native import streams
+from flashmoe_jax.probe.block import BLOCK_BYTES, make_records
+from flashmoe_jax.probe.kernel import RowCycle, one_token_run
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -68,52 +42,14 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def memory_reader() -> Callable[[np.ndarray, int], float]:
-    """Returns a function that reads a block with all cores and gives bytes per second."""
-    compiler = shutil.which("gcc") or shutil.which("cc")
-    if compiler is None:
-        raise SystemExit("error: the memory read rate needs a C compiler")
-    folder = tempfile.mkdtemp()
-    source, library = Path(folder) / "reader.c", Path(folder) / "reader.so"
-    source.write_text(READER)
-    subprocess.run([compiler, "-O3", "-march=native", "-shared", "-fPIC", source, "-o", library], check=True)
-    sum_streams = ctypes.CDLL(str(library)).sum_streams
-    sum_streams.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-    num_threads = len(os.sched_getaffinity(0))
-
-    def rate(block: np.ndarray, streams: int) -> float:
-        part = block.nbytes // num_threads // 4096 * 4096
-        threads = [
-            threading.Thread(target=sum_streams, args=(block.ctypes.data + i * part, part, streams))
-            for i in range(num_threads)
-        ]
-        began = time.perf_counter()
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        return part * num_threads / (time.perf_counter() - began)
-
-    return rate
-
-
-def make_rows(layout: RecordLayout, num_rows: int) -> np.ndarray:
-    """Random records; ordinary numbers, as denormals or NaN could have another speed."""
-    random = np.random.default_rng(0)
-    one = layout.pack({f.name: (random.normal(size=f.shape) * 0.02).astype(jnp.dtype(f.dtype)) for f in layout.fields})
-    return np.tile(one, (num_rows, 1))
-
-
 def jitted(code: str, tokens: int, layout: RecordLayout, isa: str) -> Any:
     """`run(h_TD, rows, row)`: pairs of one token, or a group of several with one expert."""
-    pairs = functools.partial(kernels.expert_ffn, isa=isa) if code == "kernel" else reference.expert_ffn
-    group = functools.partial(kernels.expert_ffn_group, isa=isa) if code == "kernel" else reference.expert_ffn_group
+    is_kernel = code == "kernel"
     if tokens == 1:
-        return jax.jit(
-            lambda h, rows, row: pairs(
-                jnp.zeros((1, row.shape[1], h.shape[1])), h, rows, row, jnp.ones(row.shape, bool), layout.fields
-            )
+        return one_token_run(
+            functools.partial(kernels.expert_ffn, isa=isa) if is_kernel else reference.expert_ffn, layout
         )
+    group = functools.partial(kernels.expert_ffn_group, isa=isa) if is_kernel else reference.expert_ffn_group
     token_G, weight_G = np.arange(tokens, dtype=np.int32), np.ones(tokens, np.float32)
     return jax.jit(
         lambda h, rows, row: group(jnp.zeros(h.shape), h, rows, row[0, 0], token_G, weight_G, layout.fields)[0]
@@ -129,9 +65,11 @@ def main(argv: list[str] | None = None) -> int:
     D, F, X = arguments.width, arguments.hidden, arguments.experts
     shapes = (("gate_proj", (F, D)), ("up_proj", (F, D)), ("down_proj", (D, F)))
     layout = RecordLayout.for_experts(shapes, arguments.dtype)
-    host_rows = make_rows(layout, max(4 * X, 1 + (512 << 20) // layout.record_bytes))
+    num_rows = max(4 * X, 1 + BLOCK_BYTES // layout.record_bytes)
+    host_rows = make_records(layout, num_rows)
     rows = jax.device_put(host_rows, may_alias=True)
-    reader = memory_reader()
+    read = streams.library_reader()
+    assert read is not None, "the library was loaded and has no memory reader"
     isas = arguments.isa.split(",")
     runs: dict[tuple[str, int], Any] = {}
     for tokens in map(int, arguments.tokens.split(",")):
@@ -140,23 +78,22 @@ def main(argv: list[str] | None = None) -> int:
         if not arguments.no_xla:
             runs["xla", tokens] = jitted("xla", tokens, layout, "auto")
     seconds: dict[tuple[str, int], list[float]] = {key: [] for key in runs}
-    rates: dict[int, list[float]] = {streams: [] for streams in STREAMS}
-    next_row = 0
+    rates: dict[int, list[float]] = {count: [] for count in streams.STREAMS}
+    cycle = RowCycle(num_rows)
     for round_id in range(-1, arguments.rounds):  # the first one warms up
-        for streams in STREAMS:
-            rate = reader(host_rows, streams)
+        for count in streams.STREAMS:
+            rate = streams.read_rate(host_rows, count, read)
             if round_id >= 0:
-                rates[streams].append(rate)
+                rates[count].append(rate)
         for (code, tokens), run in runs.items():
             h_TD = np.random.default_rng(tokens).normal(size=(tokens, D)).astype(np.float32)
-            row = ((next_row + np.arange(X, dtype=np.int32)) % len(host_rows)).reshape(1, X)
-            next_row = (next_row + X) % len(host_rows)
+            row = cycle.take(X)
             began = time.perf_counter()
             run(h_TD, rows, row).block_until_ready()
             if round_id >= 0:
                 seconds[code, tokens].append(time.perf_counter() - began)
-    medians = {streams: statistics.median(values) for streams, values in rates.items()}
-    best = max(medians, key=lambda streams: medians[streams])
+    medians = {count: statistics.median(values) for count, values in rates.items()}
+    best = max(medians, key=lambda count: medians[count])
     writer = csv.writer(sys.stdout)
     writer.writerow(
         "code,tokens,experts,dtype,width,hidden,ms,weight_gb_per_s,share_of_memory_rate,gflop_per_s,memory_gb_per_s,"

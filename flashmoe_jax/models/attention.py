@@ -6,6 +6,7 @@ and a bfloat16 one by converting the whole of it through float32. Invariant: a p
 never attended to, so what a cache holds there does not matter.
 """
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -13,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from flashmoe_jax import native
 from flashmoe_jax.models.axes import Array
 
 # Queries attended to at once in prefill: bounds the scores to [B, N, QUERY_BLOCK, S].
@@ -57,15 +59,42 @@ def read_cache(cache: KVCache, length: int, dtype: jnp.dtype) -> tuple[Array, Ar
     return view(cache.k), view(cache.v)
 
 
+def rotary_frequencies(head_dim: int, theta: float) -> np.ndarray:
+    """float32 `[head_dim / 2]`: radians per position of each pair of a head."""
+    exponent = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
+    # The power in float64: float32 powers are off by a unit or two, and differently on different processors.
+    return np.float32(1) / (np.float64(theta) ** exponent.astype(np.float64)).astype(np.float32)
+
+
 def rotary_embedding(x_BTNH: Array, position_BT: Array, theta: float) -> Array:
     """Rotates each head by its position, halves paired as in `apply_rotary_pos_emb` of transformers; float32."""
-    head_dim = x_BTNH.shape[-1]
-    exponent = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
-    inverse_frequency = (1.0 / (np.float32(theta) ** exponent)).astype(np.float32)
-    angle_BT1h = position_BT[..., None, None].astype(jnp.float32) * inverse_frequency
+    frequency_h = rotary_frequencies(x_BTNH.shape[-1], theta)
+    angle_BT1h = position_BT[..., None, None].astype(jnp.float32) * frequency_h
     cos, sin = jnp.cos(angle_BT1h), jnp.sin(angle_BT1h)
     first, second = jnp.split(x_BTNH.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+
+
+def attend_cache(
+    q_BTNH: Array, cache: KVCache, position_BT: Array, window: int | None, length: int, dtype: jnp.dtype
+) -> Array:
+    """`attend` over a cache, written up to the queries' own positions.
+
+    On the CPU the kernel of `flashmoe_jax/native`, where it could be loaded, reads the words in place and as far as the
+    positions reach; elsewhere XLA reads the first `length` (static) positions.
+
+    Args:
+        dtype: of the cached keys and values.
+    """
+
+    def by_xla(q_BTNH: Array, k_BSKH: Array, v_BSKH: Array, position_BT: Array) -> Array:
+        keys, values = read_cache(KVCache(k_BSKH, v_BSKH), length, dtype)
+        return attend(q_BTNH, keys, values, position_BT, window)
+
+    if dtype.name not in native.DTYPE_CODES or not native.load().is_loaded:
+        return by_xla(q_BTNH, *cache, position_BT)
+    kernel = functools.partial(native.attend, dtype=dtype.name, window=window)
+    return lax.platform_dependent(q_BTNH, *cache, position_BT, cpu=kernel, default=by_xla)
 
 
 def attend(q_BTNH: Array, k_BSKH: Array, v_BSKH: Array, position_BT: Array, window: int | None) -> Array:

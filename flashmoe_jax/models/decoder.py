@@ -15,7 +15,7 @@ from flax import nnx
 from jax import lax
 
 from flashmoe_jax.config import ModelConfig, QKNorm
-from flashmoe_jax.models.attention import KVCache, attend, read_cache, rotary_embedding, write_cache
+from flashmoe_jax.models.attention import KVCache, attend, attend_cache, rotary_embedding, write_cache
 from flashmoe_jax.models.axes import Array
 from flashmoe_jax.numerics import matmul
 
@@ -102,11 +102,11 @@ class Attention(nnx.Module):
         k_BTKH = rotary_embedding(k_BTKH, position_BT, self.theta).astype(dtype)
         v_BTKH = v_BTKH.astype(dtype)
         if cache is None:
-            k_BSKH, v_BSKH = k_BTKH, v_BTKH
+            out_BTNH = attend(q_BTNH, k_BTKH, v_BTKH, position_BT, self.window)
         else:
             cache = write_cache(cache, k_BTKH, v_BTKH, position_BT)
-            k_BSKH, v_BSKH = read_cache(cache, attend_length or cache.k.shape[1], dtype)
-        out_BTNH = attend(q_BTNH, k_BSKH, v_BSKH, position_BT, self.window)
+            length = attend_length or cache.k.shape[1]
+            out_BTNH = attend_cache(q_BTNH, cache, position_BT, self.window, length, dtype)
         return self.o_proj(out_BTNH.reshape(*h_BTD.shape[:-1], N * H)), cache
 
 

@@ -6,7 +6,7 @@ is registered with JAX unless the library's interface version is one that the ru
 says why and all goes on without it.
 """
 
-from flashmoe_jax.native.calls import DTYPE_CODES, isa_code, matmul
+from flashmoe_jax.native.calls import DTYPE_CODES, attend, isa_code, matmul
 from flashmoe_jax.native.library import ISA_LEVELS, Library, load
 
-__all__ = ["DTYPE_CODES", "ISA_LEVELS", "Library", "isa_code", "load", "matmul"]
+__all__ = ["DTYPE_CODES", "ISA_LEVELS", "Library", "attend", "isa_code", "load", "matmul"]

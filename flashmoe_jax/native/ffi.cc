@@ -1,4 +1,5 @@
 // XLA custom calls: checks shapes, hands buffers and XLA's own thread pool to the kernels.
+#include <algorithm>
 #include <cstdint>
 #include <exception>
 #include <string>
@@ -163,6 +164,36 @@ ffi::Error expert_ffn_group_call(ffi::ThreadPool pool, ffi::Buffer<ffi::DataType
   });
 }
 
+ffi::Error attend_call(ffi::ThreadPool pool, ffi::Buffer<ffi::DataType::F32> q, ffi::AnyBuffer keys,
+                       ffi::AnyBuffer values, ffi::Buffer<ffi::DataType::S32> position,
+                       ffi::Result<ffi::Buffer<ffi::DataType::F32>> out, int64_t isa_value, int64_t dtype_value,
+                       int64_t window) {
+  return guarded([&] {
+    Isa isa;
+    if (!isa_of(isa_value, &isa)) return invalid("this processor lacks the instruction set asked for");
+    if (dtype_value < 0 || dtype_value > static_cast<int64_t>(Dtype::kFloat32)) return invalid("unknown cache dtype");
+    const auto dtype = static_cast<Dtype>(dtype_value);
+    const auto words = dtype == Dtype::kFloat32 ? ffi::DataType::U32 : ffi::DataType::U16;
+    if (keys.element_type() != words || values.element_type() != words) {
+      return invalid("a cache is uint16 words of 16-bit floats or uint32 words of float32");
+    }
+    const auto q_shape = q.dimensions(), key_shape = keys.dimensions(), value_shape = values.dimensions();
+    if (q_shape.size() != 4 || key_shape.size() != 4 || value_shape.size() != 4 || key_shape[0] != q_shape[0] ||
+        key_shape[3] != q_shape[3] || key_shape[2] < 1 || q_shape[2] % key_shape[2] != 0 ||
+        !std::equal(key_shape.begin(), key_shape.end(), value_shape.begin()) || window < 0 ||
+        position.element_count() != as_size(q_shape[0] * q_shape[1]) || out->element_count() != q.element_count()) {
+      return invalid("attend takes q [B, T, N, H], keys and values [B, S, K, H] and position [B, T]");
+    }
+    const AttentionShape shape{as_size(q_shape[0]),   as_size(q_shape[1]),   as_size(q_shape[2]), as_size(key_shape[1]),
+                               as_size(key_shape[2]), as_size(key_shape[3]), as_size(window)};
+    if (q.element_count() == 0) return ffi::Error::Success();
+    XlaThreads threads(pool);
+    attend(threads, isa, dtype, shape, q.typed_data(), keys.untyped_data(), values.untyped_data(),
+           position.typed_data(), out->typed_data());
+    return ffi::Error::Success();
+  });
+}
+
 }  // namespace
 }  // namespace flashmoe
 
@@ -172,6 +203,7 @@ extern "C" {
 FLASHMOE_PUBLIC XLA_FFI_Error* flashmoe_matmul(XLA_FFI_CallFrame*);
 FLASHMOE_PUBLIC XLA_FFI_Error* flashmoe_expert_ffn(XLA_FFI_CallFrame*);
 FLASHMOE_PUBLIC XLA_FFI_Error* flashmoe_expert_ffn_group(XLA_FFI_CallFrame*);
+FLASHMOE_PUBLIC XLA_FFI_Error* flashmoe_attend(XLA_FFI_CallFrame*);
 // Read before anything is registered: JAX's CPU backend does not start with calls built for a newer interface.
 FLASHMOE_PUBLIC int flashmoe_ffi_major() { return XLA_FFI_API_MAJOR; }
 FLASHMOE_PUBLIC int flashmoe_ffi_minor() { return XLA_FFI_API_MINOR; }
@@ -220,3 +252,15 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(flashmoe_expert_ffn_group, flashmoe::expert_ffn_gr
                                   .Attr<int64_t>("gate_offset")
                                   .Attr<int64_t>("up_offset")
                                   .Attr<int64_t>("down_offset"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(flashmoe_attend, flashmoe::attend_call,
+                              xla::ffi::Ffi::Bind()
+                                  .Ctx<xla::ffi::ThreadPool>()
+                                  .Arg<xla::ffi::Buffer<xla::ffi::DataType::F32>>()  // q
+                                  .Arg<xla::ffi::AnyBuffer>()                        // keys
+                                  .Arg<xla::ffi::AnyBuffer>()                        // values
+                                  .Arg<xla::ffi::Buffer<xla::ffi::DataType::S32>>()  // position
+                                  .Ret<xla::ffi::Buffer<xla::ffi::DataType::F32>>()
+                                  .Attr<int64_t>("isa")
+                                  .Attr<int64_t>("dtype")
+                                  .Attr<int64_t>("window"));

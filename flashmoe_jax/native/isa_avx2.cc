@@ -15,8 +15,8 @@
 #pragma GCC target("avx2,fma,f16c")
 #endif
 
+#include "mix.h"
 #include "rounding.h"
-#include "tile.h"
 
 namespace flashmoe {
 namespace {
@@ -29,7 +29,9 @@ struct Vectors {
   // 12 accumulators, 3 vectors of tokens, 1 of weights.
   static constexpr int kTokens = 3;
   static constexpr int kRows = 4;
+  static constexpr bool kMixes = true;
 
+  static FLASHMOE_INLINE Vector broadcast(float x) { return _mm256_set1_ps(x); }
   static FLASHMOE_INLINE Vector zero() { return _mm256_setzero_ps(); }
   static FLASHMOE_INLINE Tokens tokens(const float* x, int part) { return _mm256_loadu_ps(x + part * kLanes); }
   static FLASHMOE_INLINE Vector fma(Vector w, Tokens x, Vector acc) { return _mm256_fmadd_ps(w, x, acc); }
@@ -53,6 +55,7 @@ struct Bfloat16 : Vectors {
   static FLASHMOE_INLINE void pack_block(const float* x, float* packed) {
     pack_even_odd<kLanes>(x, packed, round_to_bfloat16);
   }
+  static FLASHMOE_INLINE Vector rounded(Vector v) { return rounded_to_bfloat16<Vectors>(v); }
 };
 
 struct Float16 : Vectors {
@@ -67,6 +70,9 @@ struct Float16 : Vectors {
     const __m128i halves = _mm256_cvtps_ph(_mm256_loadu_ps(x), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
     _mm256_storeu_ps(packed, _mm256_cvtph_ps(halves));
   }
+  static FLASHMOE_INLINE Vector rounded(Vector v) {
+    return _mm256_cvtph_ps(_mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+  }
 };
 
 struct Float32 : Vectors {
@@ -78,6 +84,7 @@ struct Float32 : Vectors {
   static FLASHMOE_INLINE void pack_block(const float* x, float* packed) {
     _mm256_storeu_ps(packed, _mm256_loadu_ps(x));
   }
+  static FLASHMOE_INLINE Vector rounded(Vector v) { return v; }
 };
 
 constexpr Kernels kKernels[] = {kernels_of<Bfloat16>(), kernels_of<Float16>(), kernels_of<Float32>()};

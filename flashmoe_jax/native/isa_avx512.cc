@@ -18,8 +18,8 @@
 #pragma GCC target("avx512f,avx2,fma,f16c")
 #endif
 
+#include "mix.h"
 #include "rounding.h"
-#include "tile.h"
 
 namespace flashmoe {
 namespace {
@@ -32,7 +32,9 @@ struct Vectors {
   // 16 accumulators, 4 vectors of tokens, 1 of weights.
   static constexpr int kTokens = 4;
   static constexpr int kRows = 4;
+  static constexpr bool kMixes = true;
 
+  static FLASHMOE_INLINE Vector broadcast(float x) { return _mm512_set1_ps(x); }
   static FLASHMOE_INLINE Vector zero() { return _mm512_setzero_ps(); }
   static FLASHMOE_INLINE Tokens tokens(const float* x, int part) { return _mm512_loadu_ps(x + part * kLanes); }
   static FLASHMOE_INLINE Vector fma(Vector w, Tokens x, Vector acc) { return _mm512_fmadd_ps(w, x, acc); }
@@ -58,6 +60,7 @@ struct Bfloat16 : Vectors {
   static FLASHMOE_INLINE void pack_block(const float* x, float* packed) {
     pack_even_odd<kLanes>(x, packed, round_to_bfloat16);
   }
+  static FLASHMOE_INLINE Vector rounded(Vector v) { return rounded_to_bfloat16<Vectors>(v); }
 };
 
 struct Float16 : Vectors {
@@ -72,6 +75,9 @@ struct Float16 : Vectors {
     const __m256i halves = _mm512_cvtps_ph(_mm512_loadu_ps(x), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
     _mm512_storeu_ps(packed, _mm512_cvtph_ps(halves));
   }
+  static FLASHMOE_INLINE Vector rounded(Vector v) {
+    return _mm512_cvtph_ps(_mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+  }
 };
 
 struct Float32 : Vectors {
@@ -83,6 +89,7 @@ struct Float32 : Vectors {
   static FLASHMOE_INLINE void pack_block(const float* x, float* packed) {
     _mm512_storeu_ps(packed, _mm512_loadu_ps(x));
   }
+  static FLASHMOE_INLINE Vector rounded(Vector v) { return v; }
 };
 
 constexpr Kernels kKernels[] = {kernels_of<Bfloat16>(), kernels_of<Float16>(), kernels_of<Float32>()};

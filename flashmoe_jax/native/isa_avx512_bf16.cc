@@ -24,8 +24,8 @@
 #pragma GCC target("avx512f,avx512bf16,avx2,fma")
 #endif
 
+#include "mix.h"
 #include "rounding.h"
-#include "tile.h"
 
 namespace flashmoe {
 namespace {
@@ -39,6 +39,7 @@ struct Bfloat16 {
   static constexpr int kParts = 1;
   static constexpr int kTokens = 4;
   static constexpr int kRows = 4;
+  static constexpr bool kMixes = false;  // its products take pairs of words
 
   static FLASHMOE_INLINE Vector zero() { return _mm512_setzero_ps(); }
   static FLASHMOE_INLINE __m512bh load(const uint16_t* words) {

@@ -6,8 +6,8 @@
 #include <arm_neon.h>
 #endif
 
+#include "mix.h"
 #include "rounding.h"
-#include "tile.h"
 
 static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "records are little-endian");
 
@@ -23,7 +23,9 @@ struct Vectors {
   static constexpr int kLanes = 4;
   static constexpr int kTokens = 3;
   static constexpr int kRows = 4;
+  static constexpr bool kMixes = true;
 
+  static FLASHMOE_INLINE Vector broadcast(float x) { return Vector{} + x; }
   static FLASHMOE_INLINE Vector zero() { return Vector{}; }
   static FLASHMOE_INLINE Vector tokens(const float* x, int part) {
     Vector v;
@@ -54,6 +56,7 @@ struct Bfloat16 : Vectors {
   static FLASHMOE_INLINE void pack_block(const float* x, float* packed) {
     pack_even_odd<kLanes>(x, packed, round_to_bfloat16);
   }
+  static FLASHMOE_INLINE Vector rounded(Vector v) { return rounded_to_bfloat16<Vectors>(v); }
 };
 
 struct Float16 : Vectors {
@@ -77,6 +80,9 @@ struct Float16 : Vectors {
   static FLASHMOE_INLINE void pack_block(const float* x, float* packed) {
     for (int i = 0; i < kBlock; ++i) packed[i] = round_to_half(x[i]);
   }
+  static FLASHMOE_INLINE Vector rounded(Vector v) {
+    return Vector{round_to_half(v[0]), round_to_half(v[1]), round_to_half(v[2]), round_to_half(v[3])};
+  }
 };
 
 struct Float32 : Vectors {
@@ -86,6 +92,7 @@ struct Float32 : Vectors {
 
   static FLASHMOE_INLINE Vector weights(const Word* words, int) { return tokens(words, 0); }
   static FLASHMOE_INLINE void pack_block(const float* x, float* packed) { std::memcpy(packed, x, kBlock * sizeof *x); }
+  static FLASHMOE_INLINE Vector rounded(Vector v) { return v; }
 };
 
 constexpr Kernels kKernels[] = {kernels_of<Bfloat16>(), kernels_of<Float16>(), kernels_of<Float32>()};

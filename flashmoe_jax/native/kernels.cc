@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "isa.h"
+#include "packed_rows.h"
 
 #if defined(__x86_64__)
 #include <cpuid.h>
@@ -27,10 +28,6 @@ constexpr size_t kChunksPerThread = 4;
 constexpr size_t kMinChunkBytes = size_t{32} << 10;  // times tokens: less is not worth another thread
 constexpr size_t kChunkRowsMultiple = 4;
 
-size_t word_bytes(Dtype dtype) { return dtype == Dtype::kFloat32 ? 4 : 2; }
-
-size_t ceil_div(size_t a, size_t b) { return (a + b - 1) / b; }
-
 #if defined(__x86_64__)
 bool has_f16c() {
   unsigned a, b, c, d;
@@ -39,50 +36,6 @@ bool has_f16c() {
 
 bool has_avx2() { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c(); }
 #endif
-
-const Kernels& kernels_for(Isa isa, Dtype dtype) {
-  switch (isa == Isa::kAuto ? best_isa() : isa) {
-    case Isa::kAvx512Bf16:
-      return dtype == Dtype::kBfloat16 ? *avx512_bf16_kernels() : *avx512_kernels(dtype);
-    case Isa::kAvx512:
-      return *avx512_kernels(dtype);
-    case Isa::kAvx2:
-      return *avx2_kernels(dtype);
-    default:
-      return *portable_kernels(dtype);
-  }
-}
-
-// Rows of packed tokens, cache line aligned, not initialised.
-class PackedRows {
- public:
-  PackedRows(const Kernels& kernels, size_t num_rows, size_t width)
-      : kernels_(kernels), width_(width), stride_(ceil_div(kernels.packed_bytes(width), kLine) * kLine),
-        memory_(new unsigned char[num_rows * stride_ + kLine]) {
-    const auto address = reinterpret_cast<uintptr_t>(memory_.get());
-    base_ = memory_.get() + (kLine - address % kLine);
-  }
-
-  void* row(size_t i) const { return base_ + i * stride_; }
-  size_t stride() const { return stride_; }
-
-  // Packs num_rows rows; source(i) is the float32 row of each.
-  template <class Source>
-  void pack(Executor& executor, size_t num_rows, const Source& source) {
-    constexpr size_t kRowsPerChunk = 8;
-    parallel_for(executor, ceil_div(num_rows, kRowsPerChunk), [&](size_t chunk) {
-      const size_t end = std::min(num_rows, (chunk + 1) * kRowsPerChunk);
-      for (size_t i = chunk * kRowsPerChunk; i < end; ++i) kernels_.pack(source(i), width_, row(i));
-    });
-  }
-
- private:
-  static constexpr size_t kLine = 64;
-  const Kernels& kernels_;
-  size_t width_, stride_;
-  std::unique_ptr<unsigned char[]> memory_;
-  unsigned char* base_;
-};
 
 size_t tokens_per_block(size_t packed_stride) {
   const size_t fitting = kBlockBytes / std::max<size_t>(packed_stride, 1) / kTileTokens * kTileTokens;
@@ -130,7 +83,8 @@ void run_products(Executor& executor, const ProductJob& job) {
     const size_t begin = chunk % chunks.chunks_per_item * chunks.rows_per_chunk;
     ProductArgs args{};
     args.weights = item.weights + job.offset * word;
-    args.width = job.width;
+    args.width = args.stride = job.width;
+    args.ahead_bytes = kAheadBytes;
     args.begin = begin;
     args.end = std::min(begin + chunks.rows_per_chunk, job.num_rows);
     args.x = job.x.data() + item.first;
@@ -177,6 +131,19 @@ void append_items(std::vector<Item>& items, const unsigned char* weights, size_t
 }
 
 }  // namespace
+
+const Kernels& kernels_for(Isa isa, Dtype dtype) {
+  switch (isa == Isa::kAuto ? best_isa() : isa) {
+    case Isa::kAvx512Bf16:
+      return dtype == Dtype::kBfloat16 ? *avx512_bf16_kernels() : *avx512_kernels(dtype);
+    case Isa::kAvx512:
+      return *avx512_kernels(dtype);
+    case Isa::kAvx2:
+      return *avx2_kernels(dtype);
+    default:
+      return *portable_kernels(dtype);
+  }
+}
 
 float gated(float gate, float up) { return gate / (1.0f + std::exp(-gate)) * up; }
 

@@ -43,4 +43,16 @@ void expert_ffn(Executor& executor, Isa isa, const ExpertLayout& layout, const f
 void expert_ffn_group(Executor& executor, Isa isa, const ExpertLayout& layout, const float* x, const void* record,
                       const int32_t* token, const float* weight, float* sums, size_t num_tokens, size_t group_size);
 
+// Shape of a call of attend: sequences, queries of each, heads, positions of the cache, key heads, width of a head.
+struct AttentionShape {
+  size_t num_sequences, num_queries, num_heads, capacity, num_key_heads, width;
+  size_t window;  // 0 = a query sees all keys up to its own position
+};
+
+// Causal attention of q [B, T, N, H], rounded to the cache's dtype, over keys and values [B, S, K, H] in the cache: the
+// query at position p sees keys 0 ... p, or the last `window` of them. A position past the cache marks padding, whose
+// output is zero. Softmax in float32, its weights rounded to the cache's dtype.
+void attend(Executor& executor, Isa isa, Dtype dtype, const AttentionShape& shape, const float* q, const void* keys,
+            const void* values, const int32_t* position, float* out);
+
 }  // namespace flashmoe

@@ -18,7 +18,7 @@ import jax
 KERNELS_VARIABLE = "FLASHMOE_KERNELS"
 # Names of the levels of kernels.h, in its order; `auto` is the best that the processor has.
 ISA_LEVELS = ("auto", "portable", "avx2", "avx512", "avx512_bf16")
-_CALLS = ("flashmoe_matmul", "flashmoe_expert_ffn", "flashmoe_expert_ffn_group")
+_CALLS = ("flashmoe_matmul", "flashmoe_expert_ffn", "flashmoe_expert_ffn_group", "flashmoe_attend")
 _log = logging.getLogger(__name__)
 
 

@@ -7,7 +7,9 @@
 // nothing of the standard library is instantiated here, lest a general function is compiled for a special processor.
 //
 // Traits: Word (stored), X (packed token), Vector (accumulator), kLanes, kBlock (words per step), kParts (vectors per
-// block), kTokens, kRows (even); zero(), weights(word*, part), tokens(x*, part), fma(w, x, acc), sum(acc), pack(...).
+// block), kTokens, kRows (even), kMixes (has the kernels of mix.h); zero(), weights(word*, part), tokens(x*, part),
+// fma(w, x, acc), sum(acc), pack(...). With kMixes words become float32 vectors of kLanes, and there are broadcast(x)
+// and rounded(v), to the dtype.
 #pragma once
 
 #include <cstddef>
@@ -20,7 +22,6 @@ namespace flashmoe {
 namespace {
 
 constexpr size_t kCacheLine = 64;
-constexpr size_t kPrefetchBytes = 1024;  // how far ahead of each stream of weights
 
 #define FLASHMOE_INLINE inline __attribute__((always_inline))
 
@@ -44,7 +45,7 @@ FLASHMOE_INLINE void accumulate(typename T::Vector (&acc)[M][N], const typename 
 // Sums of M tokens times N rows. Where the rows come from memory, each is prefetched, and on into the row behind it.
 template <class T, int M, int N>
 __attribute__((noinline)) void tile(const typename T::Word* const (&rows)[N], const void* const* tokens, size_t width,
-                                    bool from_memory, float (&out)[M][N]) {
+                                    size_t ahead_bytes, float (&out)[M][N]) {
   using Word = typename T::Word;
   const typename T::X* x[M];
   typename T::Vector acc[M][N];
@@ -57,11 +58,11 @@ __attribute__((noinline)) void tile(const typename T::Word* const (&rows)[N], co
   constexpr size_t kLineWords = kCacheLine / sizeof(Word);
   size_t k = 0;
   for (; k + kLineWords <= width; k += kLineWords) {
-    if (from_memory) {
+    if (ahead_bytes != 0) {
 #pragma GCC unroll 8
       for (int n = 0; n < N; ++n) {
         // As an integer: a pointer past the record may not even be formed. A prefetch never faults.
-        const uintptr_t ahead = reinterpret_cast<uintptr_t>(rows[n] + k) + kPrefetchBytes;
+        const uintptr_t ahead = reinterpret_cast<uintptr_t>(rows[n] + k) + ahead_bytes;
         __builtin_prefetch(reinterpret_cast<const void*>(ahead), 0, 3);
       }
     }
@@ -88,24 +89,24 @@ __attribute__((noinline)) void tile(const typename T::Word* const (&rows)[N], co
 // A tile of M tokens, or of the fewer that are left, and its store.
 template <class T, int M, int N, class Store>
 FLASHMOE_INLINE void tile_of(size_t num_left, const typename T::Word* const (&rows)[N], const void* const* x,
-                             size_t width, const Store& store, size_t first) {
+                             size_t width, size_t ahead_bytes, const Store& store, size_t first) {
   if constexpr (M > 1) {
     if (num_left < static_cast<size_t>(M)) {
-      tile_of<T, M - 1, N>(num_left, rows, x, width, store, first);
+      tile_of<T, M - 1, N>(num_left, rows, x, width, ahead_bytes, store, first);
       return;
     }
   }
   float out[M][N];
-  tile<T, M, N>(rows, x + first, width, first == 0, out);
+  tile<T, M, N>(rows, x + first, width, ahead_bytes, out);
   for (int m = 0; m < M; ++m) store(first + static_cast<size_t>(m), out[m]);
 }
 
 // All tokens times N rows, which come from memory for the first M tokens and from the cache for the others.
 template <class T, int M, int N, class Store>
 FLASHMOE_INLINE void all_tokens(const typename T::Word* const (&rows)[N], const void* const* x, size_t num_tokens,
-                                size_t width, const Store& store) {
+                                size_t width, size_t ahead_bytes, const Store& store) {
   for (size_t first = 0; first < num_tokens; first += M) {
-    tile_of<T, M, N>(num_tokens - first, rows, x, width, store, first);
+    tile_of<T, M, N>(num_tokens - first, rows, x, width, first == 0 ? ahead_bytes : 0, store, first);
   }
 }
 
@@ -133,9 +134,9 @@ FLASHMOE_INLINE void product_rows(const ProductArgs& args, size_t first, size_t 
   const typename T::Word* rows[N];
   for (int n = 0; n < N; ++n) {
     store.row[n] = first + static_cast<size_t>(n) * stride;
-    rows[n] = weights + store.row[n] * args.width;
+    rows[n] = weights + store.row[n] * args.stride;
   }
-  all_tokens<T, M, N>(rows, args.x, args.num_tokens, args.width, store);
+  all_tokens<T, M, N>(rows, args.x, args.num_tokens, args.width, args.ahead_bytes, store);
 }
 
 // The rows of a tile are taken far apart: each is then a stream of its own that runs on into the next row.
@@ -173,7 +174,7 @@ void gate_up(const GateUpArgs& args) {
       rows[n] = gate + store.unit[n] * args.width;
       rows[kUnits + n] = up + store.unit[n] * args.width;
     }
-    all_tokens<T, T::kTokens, N>(rows, args.x, args.num_tokens, args.width, store);
+    all_tokens<T, T::kTokens, N>(rows, args.x, args.num_tokens, args.width, kAheadBytes, store);
   }
 }
 
@@ -206,12 +207,6 @@ FLASHMOE_INLINE void pack_even_odd(const float* x, float* packed, float (*round)
     packed[i] = round(x[2 * i]);
     packed[kLanes + i] = round(x[2 * i + 1]);
   }
-}
-
-template <class T>
-constexpr Kernels kernels_of() {
-  static_assert(T::kRows % 2 == 0 && kCacheLine / sizeof(typename T::Word) % T::kBlock == 0, "whole blocks per line");
-  return Kernels{packed_bytes<T>, pack<T>, products<T>, gate_up<T>};
 }
 
 }  // namespace

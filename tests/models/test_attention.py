@@ -1,13 +1,17 @@
 """Attention, its cache and the rotary embedding, against loops in numpy float64 that read like the definition."""
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from flashmoe_jax import native
 from flashmoe_jax.models import attention
 from flashmoe_jax.models.attention import (
     attend,
+    attend_cache,
     init_cache,
     read_cache,
     rotary_embedding,
@@ -20,6 +24,25 @@ TOLERANCE = 2e-6
 
 def draw(*shape: int, seed: int = 0) -> np.ndarray:
     return np.random.RandomState(seed).standard_normal(shape).astype(np.float32)
+
+
+def cache_of(k_BSKH: np.ndarray, v_BSKH: np.ndarray) -> attention.KVCache:
+    """A float32 cache that holds all of the keys and values."""
+    return attention.KVCache(*(jnp.asarray(x.view(np.uint32)) for x in (k_BSKH, v_BSKH)))
+
+
+def attend_by_kernel(
+    q_BTNH: np.ndarray, k_BSKH: np.ndarray, v_BSKH: np.ndarray, position_BT: np.ndarray, window: int | None
+) -> jax.Array:
+    """`attend` over a cache: what the kernel is used for."""
+    if not native.load().is_loaded:
+        pytest.skip("no CPU kernels")
+    length = k_BSKH.shape[1]
+    return attend_cache(q_BTNH, cache_of(k_BSKH, v_BSKH), position_BT, window, length, jnp.dtype(jnp.float32))
+
+
+both_ways = pytest.mark.parametrize("attend", [attend, attend_by_kernel])
+Attend = Callable[..., jax.Array]
 
 
 def attend_by_definition(
@@ -38,9 +61,10 @@ def attend_by_definition(
     return out_BTNH
 
 
+@both_ways
 @pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(4, 4), (4, 2), (6, 1)])
 @pytest.mark.parametrize("window", [None, 1, 3, 100])
-def test_attend(num_heads: int, num_kv_heads: int, window: int | None):
+def test_attend(attend: Attend, num_heads: int, num_kv_heads: int, window: int | None):
     q_BTNH, k_BSKH, v_BSKH = (
         draw(2, 7, num_heads, 10),
         draw(2, 7, num_kv_heads, 10, seed=1),
@@ -53,8 +77,9 @@ def test_attend(num_heads: int, num_kv_heads: int, window: int | None):
     np.testing.assert_allclose(out_BTNH, expected, atol=TOLERANCE, rtol=0)
 
 
+@both_ways
 @pytest.mark.parametrize("window", [None, 2])
-def test_queries_stand_where_their_positions_say(window: int | None):
+def test_queries_stand_where_their_positions_say(attend: Attend, window: int | None):
     q_BTNH, k_BSKH, v_BSKH = draw(3, 2, 2, 4), draw(3, 9, 1, 4, seed=1), draw(3, 9, 1, 4, seed=2)
     position_BT = np.array([[0, 1], [8, 3], [4, 4]])
     out_BTNH = attend(q_BTNH, k_BSKH, v_BSKH, position_BT, window)
@@ -62,10 +87,13 @@ def test_queries_stand_where_their_positions_say(window: int | None):
     np.testing.assert_allclose(out_BTNH, expected, atol=TOLERANCE, rtol=0)
 
 
-def test_keys_after_a_query_do_not_matter():
+@both_ways
+def test_keys_after_a_query_do_not_matter(attend: Attend):
     q_BTNH, k_BSKH, v_BSKH = draw(1, 3, 2, 4), draw(1, 8, 2, 4, seed=1), draw(1, 8, 2, 4, seed=2)
     position_BT = np.array([[2, 3, 4]])
     out = attend(q_BTNH, k_BSKH, v_BSKH, position_BT, None)
+    # Not in place: the CPU backend may read arrays of numpy where they lie, and later.
+    k_BSKH, v_BSKH = k_BSKH.copy(), v_BSKH.copy()
     k_BSKH[:, 5:], v_BSKH[:, 5:] = 1e30, -1e30
     np.testing.assert_array_equal(attend(q_BTNH, k_BSKH, v_BSKH, position_BT, None), out)
 
@@ -82,10 +110,28 @@ def test_blocks_of_queries_equal_one_block(num_query_tokens: int, window: int | 
     np.testing.assert_allclose(in_blocks, at_once, atol=TOLERANCE, rtol=0)
 
 
-def test_padded_query_without_a_visible_key_is_finite():
+@both_ways
+def test_padded_query_without_a_visible_key_is_finite(attend: Attend):
     # Padding stands at the capacity; with a window, none of the keys looked at may lie within its reach.
     out = attend(draw(1, 1, 2, 4), draw(1, 6, 1, 4), draw(1, 6, 1, 4), np.array([[100]]), 3)
     assert np.isfinite(out).all()
+
+
+@pytest.mark.parametrize("window", [None, 4])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+def test_a_cache_is_attended_to_alike_by_kernel_and_by_xla(dtype: jnp.dtype, window: int | None):
+    q_BTNH, position_BT = jnp.asarray(draw(2, 5, 4, 16), dtype), np.array([[0, 1, 2, 3, 4], [7, 5, 8, 6, 2]])
+    cache = write_cache(
+        init_cache(2, 12, 2, 16, dtype),
+        *(jnp.asarray(draw(2, 9, 2, 16, seed=i), dtype) for i in (1, 2)),
+        np.tile(np.arange(9), (2, 1)),
+    )
+    by_xla = attend(q_BTNH, *read_cache(cache, 9, dtype), position_BT, window)
+    out = attend_cache(q_BTNH, cache, position_BT, window, 9, jnp.dtype(dtype))
+    assert out.dtype == jnp.float32
+    # A weight that lies between two numbers of the dtype may be rounded either way.
+    tolerance = TOLERANCE if dtype == jnp.float32 else float(jnp.finfo(dtype).eps)
+    np.testing.assert_allclose(out, by_xla, atol=tolerance, rtol=0)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])

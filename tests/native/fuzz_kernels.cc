@@ -1,7 +1,8 @@
 // Drives the kernels with random shapes, without JAX: run under the sanitizers by test_sanitizers.py.
 //
 // Every buffer is its own heap block of exactly the bytes that the kernel may touch. Checked are float64 results, that
-// bits depend neither on the batch, the other pairs nor the number of threads, and that nothing else is written.
+// bits depend neither on the batch, the other pairs, unseen keys nor the number of threads, and that nothing else is
+// written.
 // Usage: fuzz_kernels SEED NUM_ROUNDS
 #include <algorithm>
 #include <cmath>
@@ -16,6 +17,8 @@
 #include "isa.h"
 #include "kernels.h"
 #include "rounding.h"
+
+extern "C" uint64_t flashmoe_sum_streams(const char* base, size_t size, int streams);
 
 namespace {
 
@@ -288,6 +291,132 @@ void fuzz_group(Isa isa, Dtype dtype) {
   }
 }
 
+// Attention: a cache, queries and their positions.
+struct Attention {
+  flashmoe::AttentionShape shape;
+  Words keys, values;
+  Floats q;
+  std::vector<int32_t> position;
+
+  static flashmoe::AttentionShape random_shape() {
+    const size_t key_heads = uniform(1, 3), group = uniform(1, 6), capacity = uniform(1, 150);
+    const size_t queries = uniform(0, 5) == 0 ? uniform(20, 80) : uniform(0, 5);
+    const size_t window = uniform(0, 1) == 0 ? 0 : uniform(1, capacity + 5);
+    return {uniform(1, 2), queries, key_heads * group, capacity, key_heads, uniform(1, 90), window};
+  }
+  explicit Attention(Dtype dtype) : Attention(dtype, random_shape()) {}
+  Attention(Dtype dtype, const flashmoe::AttentionShape& shape_)
+      : shape(shape_), keys(dtype, cache_size()), values(dtype, cache_size()),
+        q(Floats::normals(num_queries() * shape.num_heads * shape.width)), position(num_queries()) {
+    // Those at or past the capacity are padding.
+    for (auto& at : position) at = static_cast<int32_t>(uniform(0, shape.capacity + shape.capacity / 8));
+  }
+  size_t num_queries() const { return shape.num_sequences * shape.num_queries; }
+  size_t cache_size() const { return shape.num_sequences * shape.capacity * shape.num_key_heads * shape.width; }
+  size_t query_size() const { return shape.num_heads * shape.width; }
+  bool is_padding(size_t query) const { return static_cast<size_t>(position[query]) >= shape.capacity; }
+  size_t first_key(size_t query) const {
+    const auto end = static_cast<size_t>(position[query]) + 1;
+    return shape.window != 0 && end > shape.window ? end - shape.window : 0;
+  }
+
+  void run(flashmoe::Executor& executor, Isa isa, Floats& out) const {
+    flashmoe::attend(executor, isa, keys.dtype, shape, q.data.get(), keys.bytes.get(), values.bytes.get(),
+                     position.data(), out.data.get());
+  }
+
+  // One query of one sequence, with NaN wherever it must not look.
+  Attention alone(size_t query) const {
+    auto one = shape;
+    one.num_sequences = one.num_queries = 1;
+    Attention result(keys.dtype, one);
+    const size_t row = shape.num_key_heads * shape.width, sequence = query / shape.num_queries;
+    for (size_t s = 0; s < shape.capacity; ++s) {
+      const bool is_seen = !is_padding(query) && s >= first_key(query) && s <= static_cast<size_t>(position[query]);
+      for (size_t i = 0; i < row; ++i) {
+        const size_t from = (sequence * shape.capacity + s) * row + i;
+        result.keys.set(s * row + i, is_seen ? static_cast<float>(keys.values[from]) : std::nanf(""));
+        result.values.set(s * row + i, is_seen ? static_cast<float>(values.values[from]) : std::nanf(""));
+      }
+    }
+    std::memcpy(result.q.data.get(), q.data.get() + query * query_size(), query_size() * 4);
+    result.position[0] = position[query];
+    return result;
+  }
+
+  // float64 output of one head of one query.
+  std::vector<double> exact(size_t query, size_t head) const {
+    const size_t H = shape.width, key_head = head / (shape.num_heads / shape.num_key_heads);
+    std::vector<double> out(H);
+    if (is_padding(query)) return out;
+    const size_t first = first_key(query), last = static_cast<size_t>(position[query]);
+    std::vector<double> score(last + 1);
+    double largest = -INFINITY, sum = 0;
+    const auto at = [&](size_t s) {
+      return ((query / shape.num_queries * shape.capacity + s) * shape.num_key_heads + key_head) * H;
+    };
+    for (size_t s = first; s <= last; ++s) {
+      for (size_t h = 0; h < H; ++h) {
+        score[s] += keys.values[at(s) + h] * Words::rounded(keys.dtype, q.data[query * query_size() + head * H + h]);
+      }
+      score[s] /= std::sqrt(static_cast<double>(H));
+      largest = std::max(largest, score[s]);
+    }
+    for (size_t s = first; s <= last; ++s) sum += std::exp(score[s] - largest);
+    for (size_t s = first; s <= last; ++s) {
+      for (size_t h = 0; h < H; ++h) out[h] += std::exp(score[s] - largest) / sum * values.values[at(s) + h];
+    }
+    return out;
+  }
+};
+
+void fuzz_attend(Isa isa, Dtype dtype) {
+  const Attention attention(dtype);
+  const size_t size = attention.query_size();
+  Floats out = Floats::filled(attention.q.size, kUntouched), again = Floats::filled(attention.q.size, kUntouched);
+  Threads one(1), many(uniform(2, 7));
+  attention.run(one, isa, out);
+  attention.run(many, isa, again);
+  many.join();
+  if (!out.same_bits(again)) fail("attend: bits depend on the number of threads");
+  // Weights, which add up to 1, are rounded to the dtype: half a unit in the last place of each.
+  const double unit = dtype == Dtype::kBfloat16 ? 0x1p-8 : dtype == Dtype::kFloat16 ? 0x1p-11 : 0x1p-22;
+  double scale = 1;
+  for (const double value : attention.values.values) scale = std::max(scale, std::abs(value));
+  scale *= unit / 2e-5 + 1;
+  for (size_t query = 0; query < attention.num_queries(); ++query) {
+    const float* got = out.data.get() + query * size;
+    for (size_t head = 0; head < attention.shape.num_heads; ++head) {
+      const auto expected = attention.exact(query, head);
+      for (size_t h = 0; h < expected.size(); ++h) {
+        check_close(got[head * expected.size() + h], expected[h], scale, "attend");
+      }
+    }
+    if (query % 8 != 0) continue;
+    Floats alone(size);
+    attention.alone(query).run(one, isa, alone);
+    if (std::memcmp(alone.data.get(), got, size * 4) != 0) fail("attend: bits depend on what a query does not see");
+  }
+}
+
+// Keys further from the largest score than the exponential reaches, and scores that are no numbers.
+void attend_special_values(Isa isa, Dtype dtype) {
+  Attention attention(dtype, {1, 1, 1, 40, 1, 1, 0});
+  attention.q.data[0] = 1.0f;
+  attention.position[0] = 39;
+  for (size_t s = 0; s < 40; ++s) attention.keys.set(s, s == 17 ? 0.0f : -80.0f - 8.0f * static_cast<float>(s));
+  for (size_t s = 0; s < 40; ++s) attention.values.set(s, s == 17 ? 0.5f : 1.0f);
+  Threads one(1);
+  Floats out(1);
+  attention.run(one, isa, out);
+  if (out.data[0] != 0.5f) fail("attend: scores far from the largest");
+  for (const float special : {std::nanf(""), INFINITY}) {
+    attention.keys.set(39, special);
+    attention.run(one, isa, out);
+    if (!std::isnan(out.data[0])) fail("attend: a score that is no number is lost");
+  }
+}
+
 void special_values(Isa isa, Dtype dtype) {
   for (const size_t K : {size_t{7}, size_t{32}, size_t{70}}) {
     Words weights(dtype, 5 * K);
@@ -334,6 +463,16 @@ void check_rounding() {
   }
 }
 
+// Words that are all 1: their sum says how many were read.
+void fuzz_streams() {
+  for (const size_t streams : {1, 2, 4}) {
+    const std::vector<uint64_t> words(uniform(0, 300), 1);
+    const uint64_t read = words.size() / streams / 8 * 8 * streams;
+    const auto* base = reinterpret_cast<const char*>(words.data());
+    if (flashmoe_sum_streams(base, 8 * words.size(), static_cast<int>(streams)) != read) fail("sum_streams");
+  }
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -343,14 +482,17 @@ int main(int argc, char** argv) {
   }
   random_source.seed(static_cast<unsigned>(std::atoi(argv[1])));
   check_rounding();
+  for (int round = 0; round < std::atoi(argv[2]); ++round) fuzz_streams();
   for (const Isa isa : {Isa::kPortable, Isa::kAvx2, Isa::kAvx512, Isa::kAvx512Bf16}) {
     if (!flashmoe::isa_supported(isa)) continue;
     for (const Dtype dtype : {Dtype::kBfloat16, Dtype::kFloat16, Dtype::kFloat32}) {
       special_values(isa, dtype);
+      attend_special_values(isa, dtype);
       for (int round = 0; round < std::atoi(argv[2]); ++round) {
         fuzz_matmul(isa, dtype);
         fuzz_experts(isa, dtype);
         fuzz_group(isa, dtype);
+        fuzz_attend(isa, dtype);
       }
     }
     std::printf("level %d\n", static_cast<int>(isa));

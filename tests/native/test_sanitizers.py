@@ -9,8 +9,8 @@ import pytest
 from flashmoe_jax import native
 
 NATIVE = Path(native.__file__).parent
-SOURCES = [NATIVE / f"{name}.cc" for name in ("kernels", "parallel", "isa_portable", "isa_avx2", "isa_avx512")]
-SOURCES += [NATIVE / "isa_avx512_bf16.cc", Path(__file__).parent / "fuzz_kernels.cc"]
+NAMES = ("kernels", "attention", "parallel", "streams", "isa_portable", "isa_avx2", "isa_avx512", "isa_avx512_bf16")
+SOURCES = [*(NATIVE / f"{name}.cc" for name in NAMES), Path(__file__).parent / "fuzz_kernels.cc"]
 FLAGS = "-std=c++17 -O1 -g1 -fno-math-errno -ffp-contract=off -Wall -Wextra -Werror -pthread".split()
 SANITIZERS = "-fsanitize=address,undefined -fno-sanitize-recover=all".split()
 
