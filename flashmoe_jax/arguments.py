@@ -13,6 +13,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from flashmoe_jax.config import PrefetchMode, ReaderName
 from flashmoe_jax.console import OneLineParser, say
 from flashmoe_jax.errors import ConfigError, PromptError
 from flashmoe_jax.resolve import CACHE_VARIABLE
@@ -20,7 +21,7 @@ from flashmoe_jax.text import GenerationDefaults, SamplingParams, StopScanner
 
 DEFAULT_NEW_TOKENS = 256
 DEFAULT_CHAT_CONTEXT = 4096
-PRESETS = {"paper": {"policy": "paper", "guard": "off"}}
+PRESETS = {"paper": {"policy": "paper", "guard": "off", "prefetch": "off"}}
 _FILTERS = ("top_p", "top_k", "min_p")
 
 
@@ -77,6 +78,9 @@ def build_parser() -> argparse.ArgumentParser:
     output.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before this text; repeatable")
     output.add_argument("--ignore-eos", action="store_true", help="go on after the model's end-of-text tokens")
     output.add_argument("--json", action="store_true", help="print one JSON object with text, ids and counters")
+    output.add_argument(
+        "--profile", type=Path, metavar="DIR", help="write a trace for TensorBoard or Perfetto there, by JAX's profiler"
+    )
     output.add_argument("--trace", type=Path, metavar="FILE.npz", help="record which experts every token chose")
     sampling = parser.add_argument_group("sampling (defaults: generation_config.json; greedy unless it sets do_sample)")
     sampling.add_argument("--temperature", type=float, metavar="T", help="0 takes the most probable token")
@@ -94,6 +98,9 @@ def build_parser() -> argparse.ArgumentParser:
     )
     memory.add_argument("--memory-limit", metavar="SIZE", help="the whole process, on the CPU backend")
     memory.add_argument(
+        "--host-budget", metavar="SIZE", help="on a GPU: host memory for experts that leave the slots (default: none)"
+    )
+    memory.add_argument(
         "--max-context",
         type=_positive,
         metavar="N",
@@ -107,9 +114,22 @@ def build_parser() -> argparse.ArgumentParser:
         "paper, shared, lru, lfu, lfru, decayed, static, or a folder that the training command wrote (default: auto)",
     )
     memory.add_argument(
+        "--prefetch",
+        choices=[str(mode) for mode in PrefetchMode],
+        help="read ahead what the next layer may miss: auto, where the drive would be idle and the guess is good; "
+        "on, all that is guessed; off (default: auto)",
+    )
+    memory.add_argument(
+        "--reader",
+        choices=[str(name) for name in ReaderName],
+        default="auto",
+        help="how records are read: array (through the tensorstore array), range (byte ranges of its files), direct "
+        "(preadv into the slot), auto (the fastest when the model is loaded) (default: %(default)s)",
+    )
+    memory.add_argument(
         "--preset",
         choices=tuple(PRESETS),
-        help="paper: FlashMoE as its paper describes it, the policy paper without a guard",
+        help="paper: FlashMoE as its paper describes it, the policy paper, no guard, no prefetch",
     )
     memory.add_argument(
         "--policy-trace", type=Path, metavar="FILE.npz", help="trace whose popular experts static keeps"
@@ -196,6 +216,8 @@ def check_options(args: argparse.Namespace, has_prompt: bool) -> None:
             setattr(args, name, value)
     if args.policy is None:
         args.policy = "auto"
+    if args.prefetch is None:
+        args.prefetch = str(PrefetchMode.AUTO)
     if args.policy_trace is not None:
         if args.policy != "static":
             raise ConfigError(f"--policy-trace has no effect with --policy {args.policy}; use --policy static")
@@ -203,6 +225,15 @@ def check_options(args: argparse.Namespace, has_prompt: bool) -> None:
             raise ConfigError(f"--policy-trace {args.policy_trace} does not exist; record one with --trace FILE.npz")
     if args.trace is not None:
         check_writable(args.trace)
+    if args.profile is not None:
+        _make_folder(args.profile)
+
+
+def _make_folder(path: Path) -> None:
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--profile {path} cannot be made: {error.strerror}; choose another place") from error
 
 
 def check_writable(path: Path) -> None:

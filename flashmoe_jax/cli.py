@@ -17,6 +17,7 @@ COMMANDS = {
     "convert": ("checkpoints.convert", "make a model directory of a Hugging Face directory or an orbax checkpoint"),
     "verify": ("checkpoints.verify", "read every byte of a model directory and name each damaged expert"),
     "export": ("checkpoints.export", "write safetensors of a model directory"),
+    "probe": ("flashmoe_jax.probe.__main__", "measure this machine, predict tokens/s of a model, recommend a budget"),
     "train-policy": ("train_policy.__main__", "train an eviction policy on recorded traces"),
 }
 

@@ -22,6 +22,23 @@ class Family(enum.StrEnum):
     QWEN2_MOE = "qwen2_moe"
 
 
+class ReaderName(enum.StrEnum):
+    """How records are read from the drive; what `--reader` takes."""
+
+    AUTO = "auto"
+    ARRAY = "array"
+    RANGE = "range"
+    DIRECT = "direct"
+
+
+class PrefetchMode(enum.StrEnum):
+    """When experts are read ahead of their layer; what `--prefetch` takes."""
+
+    AUTO = "auto"
+    ON = "on"
+    OFF = "off"
+
+
 class QKNorm(enum.StrEnum):
     """Where queries and keys are RMS-normalised before the rotary embedding."""
 

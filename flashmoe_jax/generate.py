@@ -6,6 +6,7 @@ meaning is in `arguments.py`, a conversation's turns in `conversation.py`, the w
 """
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import sys
@@ -97,7 +98,7 @@ def _complete(args: argparse.Namespace, front: _Front, texts: list[str]) -> int:
     ids = [_encode(args, front, text) for text in texts]
     longest = max(len(i) for i in ids)
     new_tokens = _new_tokens(args, front, longest)
-    with _load(args, front.directory, args.max_context or longest + new_tokens, len(ids)) as engine:
+    with _load(args, front.directory, args.max_context or longest + new_tokens, len(ids)) as engine, _profile(args):
         output = JsonOutput(len(ids)) if args.json else StreamOutput(len(ids))
         pieces = engine.generate(
             ids,
@@ -129,7 +130,7 @@ def _complete(args: argparse.Namespace, front: _Front, texts: list[str]) -> int:
 def _hold_conversation(args: argparse.Namespace, front: _Front) -> int:
     assert front.template is not None
     context = args.max_context or min(front.max_position, DEFAULT_CHAT_CONTEXT)
-    with _load(args, front.directory, context, 1) as engine:
+    with _load(args, front.directory, context, 1) as engine, _profile(args):
         conversation = Conversation(
             engine,
             front.tokenizer,
@@ -147,6 +148,15 @@ def _hold_conversation(args: argparse.Namespace, front: _Front) -> int:
         return status
 
 
+def _profile(args: argparse.Namespace) -> contextlib.AbstractContextManager[object]:
+    """Encloses what `--profile` records."""
+    if args.profile is None:
+        return contextlib.nullcontext()
+    import jax
+
+    return jax.profiler.trace(str(args.profile))
+
+
 def _load(args: argparse.Namespace, directory: Path, context: int, batch_size: int) -> "Engine":
     import flashmoe_jax
     from flashmoe_jax.engine.platform import enable_compilation_cache
@@ -156,9 +166,12 @@ def _load(args: argparse.Namespace, directory: Path, context: int, batch_size: i
         directory,
         device_budget=args.device_budget,
         memory_limit=args.memory_limit,
+        host_budget=args.host_budget,
         policy=args.policy,
         policy_trace=args.policy_trace,
         guard=None if args.guard is None else args.guard == "on",
+        reader=args.reader,
+        prefetch=args.prefetch,
         max_context=context,
         batch_size=batch_size,
         record_trace=args.trace is not None,
@@ -177,6 +190,8 @@ def _prepare_backend(args: argparse.Namespace) -> None:
         Budget.parse(args.device_budget)
     if args.memory_limit is not None:
         parse_size(args.memory_limit)
+    if args.host_budget is not None:
+        parse_size(args.host_budget)
     check_policy_name(args.policy)
     configure_backend(args.device_budget)
 

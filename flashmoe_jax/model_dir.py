@@ -21,6 +21,7 @@ from flashmoe_jax.experts.record import RecordLayout
 from flashmoe_jax.experts.shard import ARRAY_NAME, write_file
 from flashmoe_jax.experts.store import ExpertStore
 from flashmoe_jax.models.weights import WeightSpec, dense_weight_specs
+from flashmoe_jax.plain_arrays import find_plain, read_plain
 
 FORMAT_VERSION = 1
 MANIFEST_NAME = "manifest.json"
@@ -195,7 +196,9 @@ class ModelDirectory:
         return ExpertStore.open(self.path, self.layout, self.manifest.checksums, **options)
 
     def load_dense(self, sharding: Shardings | None = None) -> dict[str, jax.Array]:
-        """Reads the dense weights straight to the device, by dotted path; see `dense_store.load_dense`.
+        """Reads the dense weights straight to the device, by dotted path.
+
+        To one device as plain files (`plain_arrays.py`) where they are such, else through orbax (`dense_store.py`).
 
         Raises:
             CheckpointError: a file is missing or cut short, or cannot be read.
@@ -203,6 +206,17 @@ class ModelDirectory:
         damage = next(find_damage(self.path / DENSE_NAME, self.manifest.dense_files), None)
         if damage is not None:
             raise CheckpointError(f"{damage}; convert the model again")
+        if sharding is None:
+            sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+        if isinstance(sharding, jax.sharding.SingleDeviceSharding):
+            arrays = find_plain(self.path / DENSE_NAME, self.dense_specs)
+            if arrays is not None:
+                (device,) = sharding.device_set
+                checksums = {path: leaf.checksum for path, leaf in self.manifest.dense.items()}
+                try:
+                    return read_plain(arrays, checksums, device)
+                except (ValueError, OSError) as error:
+                    raise CheckpointError(f"{error}; convert the model again") from None
         return load_dense(self.path / DENSE_NAME, self.dense_specs, sharding)
 
 

@@ -24,9 +24,10 @@ import numpy as np
 from flashmoe_jax.config import ModelConfig
 from flashmoe_jax.engine.dense import split_dense_weights
 from flashmoe_jax.engine.guard import WINDOW_STEPS, init_guard
-from flashmoe_jax.engine.steps import RowMap, StepState, add_experts, make_decode_step, make_expert_ffn
+from flashmoe_jax.engine.steps import StepState, add_experts, make_decode_step, make_expert_ffn, unpack_decode
 from flashmoe_jax.experts.record import RecordLayout
 from flashmoe_jax.experts.residency import init_residency
+from flashmoe_jax.experts.rows import RowTable
 from flashmoe_jax.experts.slots import make_slot_buffer
 from flashmoe_jax.models.attention import init_cache
 from flashmoe_jax.models.families import expert_field_specs
@@ -131,11 +132,13 @@ def random_policy(name: str, model: PolicyShape, hidden: int, num_slots: int) ->
 class Runner:
     """The layers with one policy, ready to decode."""
 
-    def __init__(self, config: ModelConfig, total_layers: int, policy: Policy, weights: Any, slots: Any, rows: RowMap):
+    def __init__(
+        self, config: ModelConfig, total_layers: int, policy: Policy, weights: Any, slots: Any, rows: RowTable
+    ):
         shape = PolicyShape(total_layers, config.num_experts, config.experts_per_token, config.hidden_size)
         self.dense, self.slots, self.policy, self.config = weights, slots, policy, config
         window = WINDOW_STEPS if policy.is_learned else None
-        self.step = make_decode_step(weights.kinds[0], policy, rows, window)
+        self.step = make_decode_step(weights.kinds[0], policy, window)
         layout = RecordLayout.for_experts(expert_field_specs(config), config.weight_dtype)
         self.ffn = make_expert_ffn(layout.fields)
         residency = init_residency(total_layers, config.num_experts, rows.num_slots)
@@ -148,6 +151,7 @@ class Runner:
             for _ in range(config.num_layers)
         ]
         self.none = jnp.zeros((1, config.experts_per_token, config.hidden_size), jnp.float32, device=jax.devices()[0])
+        self.rows = rows
         self.score = jax.jit(policy.score)
 
     def token(self, x: np.ndarray, position: int) -> float:
@@ -164,10 +168,13 @@ class Runner:
                 self.state,
                 self.params[i],
                 np.int32(i),
+                self.rows.rows_of(i),
+                None,
             )
             out = self.ffn(self.none, output.h_BD, self.slots, output.row_BX, output.hit_BX)
-            np.asarray(packed)
-            out = self.ffn(out, output.h_BD, self.slots, output.row_BX, output.miss_BX)
+            plan = unpack_decode(np.asarray(packed), 1, self.config.experts_per_token, self.config.num_experts)
+            row_BX = self.rows.rows_of(i)[np.maximum(plan.slot_BX, 0)]
+            out = self.ffn(out, output.h_BD, self.slots, row_BX, ~plan.hit_BX)
             x_BD = add_experts(output.x_BD, out, output.weight_BX, output.dense_BD)
         x_BD.block_until_ready()
         return (time.perf_counter() - began) / self.config.num_layers
@@ -187,8 +194,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     shape = PolicyShape(total_layers, config.num_experts, config.experts_per_token, config.hidden_size)
     random = np.random.default_rng(1)
     num_slots = max(int(config.num_experts * args.slots / 100), config.experts_per_token)
-    # The row map is of the layers that are built; the policy's state is of all.
-    rows = RowMap(args.layers, num_slots, 2)
+    # The rows are of the layers that are built; the policy's state is of all.
+    rows = RowTable(args.layers, num_slots, 2)
     layout = RecordLayout.for_experts(expert_field_specs(config), config.weight_dtype)
     buffer = make_slot_buffer(rows.num_rows, layout.record_words, np.dtype(layout.word_dtype), jax.devices()[0])
     for row in range(rows.num_rows):

@@ -15,6 +15,24 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 SHARED_DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--reader", choices=["auto", "array", "range", "direct"], help="how stores read where a test does not say"
+    )
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _default_reader(request: pytest.FixtureRequest) -> None:
+    reader = request.config.getoption("--reader")
+    if reader is not None:
+        from flashmoe_jax.engine.engine import load
+        from flashmoe_jax.experts.store import ExpertStore
+
+        for function in (load, ExpertStore.open):
+            assert function.__kwdefaults__ is not None
+            function.__kwdefaults__["reader"] = reader
+
+
 @pytest.fixture(scope="session")
 def shared_data() -> Path:
     """A folder of real configs and text beside the clone; tests that use it are skipped where there is none."""

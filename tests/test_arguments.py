@@ -103,7 +103,8 @@ def test_a_preset_fills_in_options_and_auto_is_the_policy_without_one():
     preset, plain = parse("--preset", "paper"), parse()
     for args in (preset, plain):
         check_options(args, has_prompt=True)
-    assert (preset.policy, preset.guard) == ("paper", "off")
+    assert (preset.policy, preset.guard, preset.prefetch) == ("paper", "off", "off")
+    assert (plain.prefetch, plain.reader) == ("auto", "auto")
     assert (plain.policy, plain.guard) == ("auto", None)
 
 

@@ -25,7 +25,7 @@ def test_an_unknown_command_is_one_line(argv: list[str], given: str, capsys: pyt
     shown = capsys.readouterr()
     assert shown.out == ""
     assert shown.err == (
-        f"error: {given}; commands: generate, convert, verify, export, train-policy (see flashmoe --help)\n"
+        f"error: {given}; commands: generate, convert, verify, export, probe, train-policy (see flashmoe --help)\n"
     )
 
 
@@ -38,7 +38,7 @@ def test_commands_get_the_rest_of_the_arguments(name: str, monkeypatch: pytest.M
     assert seen == [["--x", "1"]]
 
 
-@pytest.mark.parametrize("name", ["generate", "convert", "verify", "export"])
+@pytest.mark.parametrize("name", ["generate", "convert", "verify", "export", "probe"])
 def test_commands_exist(name: str, capsys: pytest.CaptureFixture):
     with pytest.raises(SystemExit) as exit_info:
         cli.main([name, "--help"])

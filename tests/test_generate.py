@@ -98,6 +98,22 @@ def test_budget_and_policy_do_not_change_tokens(run_json):
     assert (first["policy"], second["policy"]) == ("lru", "lfu")
 
 
+@pytest.mark.parametrize("options", [("--reader", "array"), ("--reader", "direct", "--prefetch", "on")])
+def test_reader_and_prefetch_do_not_change_tokens(options: tuple[str, ...], run_json):
+    plain = run_json("--prompt", PROMPT, "--max-new-tokens", "8", "--prefetch", "off", *CONTEXT)
+    other = run_json("--prompt", PROMPT, "--max-new-tokens", "8", *options, *CONTEXT)
+    assert other["token_ids"] == plain["token_ids"]
+    assert (other["reader"], plain["prefetch"]) == (options[1], "off")
+    assert other["accesses"] == plain["accesses"] and other["evictions"] == plain["evictions"]
+    assert set(other["shares"]) == {"stall", "compute", "host"}
+
+
+def test_a_profile_is_written(run, tmp_path: Path):
+    status, _, _ = run("--prompt", PROMPT, "--max-new-tokens", "3", "--profile", str(tmp_path / "p"), *CONTEXT)
+    assert status == 0
+    assert list((tmp_path / "p").rglob("*.xplane.pb"))
+
+
 def test_a_batch_gives_lists(run_json):
     prompts = [PROMPT, "è", "def add(a, b):"]
     options = [o for p in prompts for o in ("--prompt", p)]

@@ -12,7 +12,10 @@ import re
 
 from flashmoe_jax.config import ModelConfig
 from flashmoe_jax.errors import BudgetError
+from flashmoe_jax.experts.fetcher import reads_in_flight
+from flashmoe_jax.experts.host_tier import MAX_COMING
 from flashmoe_jax.experts.record import RecordLayout
+from flashmoe_jax.experts.slots import MAX_LEAVING
 from flashmoe_jax.models.attention import QUERY_BLOCK
 
 _UNITS = {"": 1, "B": 1}
@@ -24,8 +27,6 @@ HEADROOM = 0.05
 # Staging ring: enough records to keep reads in flight while one computes, in at most about this many bytes.
 STAGING_BYTES = 128 << 20
 MIN_STAGING, MAX_STAGING = 2, 8
-# Reads under way at once: one 12 MB read saturates a drive, small records need several.
-MAX_READS_IN_FLIGHT = 4
 # Compiled programs and XLA's own heap after loading; measured, see docs/decisions.md.
 COMPILED_BYTES = 320 << 20
 # Tokens whose experts are computed together in prefill.
@@ -79,6 +80,7 @@ class MemoryPlan:
 
     slots_per_layer: int
     num_staging: int
+    host_records: int  # of the host tier
     dense_bytes: int
     kv_bytes: int
     policy_bytes: int  # networks and state of the policy and its guard, tables of residents
@@ -141,6 +143,13 @@ def workspace_bytes(config: ModelConfig, layout: RecordLayout, request: Request)
     return tokens * per_token + attention + group + record + decode
 
 
+def host_bytes(config: ModelConfig, layout: RecordLayout, num_staging: int, *, is_cpu: bool) -> int:
+    """Host memory of reads: what a reader holds besides its destination; off the CPU also where records land."""
+    transient = round(reads_in_flight(layout.record_bytes) * layout.record_bytes * 1.25)
+    landings = num_staging + config.experts_per_token + MAX_LEAVING
+    return transient if is_cpu else transient + landings * layout.record_bytes
+
+
 def plan_memory(
     config: ModelConfig,
     layout: RecordLayout,
@@ -154,6 +163,7 @@ def plan_memory(
     available_bytes: int,
     total_bytes: int,
     is_cpu: bool,
+    host_budget: int | None = None,
 ) -> MemoryPlan:
     """Sizes the slots. Budgets in bytes are upper bounds: where less is free, the slots follow what is free.
 
@@ -166,6 +176,7 @@ def plan_memory(
         available_bytes: memory that this process holds or could still get, before anything planned here.
         total_bytes: memory of the device, or of the machine or control group, free or not.
         is_cpu: whether device memory is host memory.
+        host_budget: bytes of host memory for records beside the slots; None for none.
 
     Raises:
         BudgetError: too small (the message gives the smallest that works), larger than memory, or without effect.
@@ -174,18 +185,21 @@ def plan_memory(
         raise BudgetError(
             "--memory-limit bounds the process on the CPU backend only; on this device use --device-budget"
         )
+    host_records = _host_records(host_budget, layout, is_cpu=is_cpu)
     E, L, X = config.num_experts, config.num_moe_layers, config.experts_per_token
     num_staging = min(MAX_STAGING, max(MIN_STAGING, STAGING_BYTES // layout.record_bytes))
     fixed = MemoryPlan(
         slots_per_layer=0,
         num_staging=num_staging,
+        host_records=host_records,
         dense_bytes=dense_bytes,
         kv_bytes=kv_bytes(config, request),
         policy_bytes=policy_bytes,
-        workspace_bytes=workspace_bytes(config, layout, request),
+        workspace_bytes=workspace_bytes(config, layout, request)
+        + (MAX_COMING * layout.record_bytes if host_records else 0),
         staging_bytes=num_staging * layout.record_bytes,
         slot_bytes=0,
-        host_bytes=round(MAX_READS_IN_FLIGHT * layout.record_bytes * 1.25),
+        host_bytes=host_bytes(config, layout, num_staging, is_cpu=is_cpu) + host_records * layout.record_bytes,
         runtime_bytes=runtime_bytes,
     )
     layer_of_slots = L * layout.record_bytes
@@ -231,6 +245,24 @@ def plan_memory(
             f"{format_size(max(0, available_bytes))} are available; {what_helps}"
         )
     return with_slots(slots)
+
+
+def _host_records(host_budget: int | None, layout: RecordLayout, *, is_cpu: bool) -> int:
+    """Records of the host tier."""
+    if host_budget is None:
+        return 0
+    if is_cpu:
+        raise BudgetError(
+            "--host-budget has no effect on the CPU backend, where slots are host memory themselves; leave it out and "
+            "give the bytes to --memory-limit or --device-budget"
+        )
+    records = host_budget // layout.record_bytes
+    if records < 1:
+        raise BudgetError(
+            f"--host-budget {format_size(host_budget)} has room for no expert; give at least "
+            f"{format_size(layout.record_bytes, up=True)}"
+        )
+    return records
 
 
 def _wanted_slots(budget: Budget | None, num_experts: int, top_k: int) -> int | None:

@@ -1,9 +1,12 @@
 """Decode: one token per sequence through all layers, experts computed where they are and read where they are not.
 
 Per MoE layer: one jitted step up to the routed experts; the resident ones compute at once, while the host learns from
-one packed array which are missing and has them read; then those compute, and all outputs are added in rank order.
-A step that needs more experts than there are slots streams the surplus through the staging ring.
+one packed array which are missing and has them read; those compute as they arrive, and all outputs are added in rank
+order. What the next layer may miss is read ahead behind them (`prefetch.py`). A step that needs more experts than
+there are slots streams the surplus through spare rows.
 """
+
+import time
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +16,9 @@ from jax import Array
 from flashmoe_jax.engine.capture import RouterCapture
 from flashmoe_jax.engine.dense import DenseWeights
 from flashmoe_jax.engine.expert_memory import ExpertMemory
+from flashmoe_jax.engine.prefetch import of_tokens
 from flashmoe_jax.engine.steps import DecodeOutput, DecodePlan, add_experts, unpack_decode
+from flashmoe_jax.experts.fetcher import Read
 from flashmoe_jax.models.attention import KVCache
 
 
@@ -38,7 +43,8 @@ def decode_token(
     Returns:
         Logits `[B, V]` float32 and the chosen experts `[B, L, X]` int32, -1 for sequences that took no part.
     """
-    config, programs = memory.config, memory.programs
+    began = time.perf_counter()
+    config, programs, counters = memory.config, memory.programs, memory.decode_counters
     batch = len(token_B)
     # Committed, as the outputs that the missing experts are added to: hits and misses share one compiled program.
     no_outputs = jnp.zeros((batch, config.experts_per_token, config.hidden_size), jnp.float32, device=memory.device)
@@ -66,15 +72,19 @@ def decode_token(
             memory.state,
             memory.policy_params[moe_layer],
             np.int32(moe_layer),
+            memory.rows.rows_of(moe_layer),
+            None if memory.prefetcher is None else memory.next_routers[moe_layer],
         )
         if capture is not None:
             capture.add(output.router_logits_BE, output.h_BD)
         # Dispatched before the host looks at the plan: resident experts compute while the missing ones are read.
         out_BXD = programs.expert_ffn(no_outputs, output.h_BD, memory.slots.array, output.row_BX, output.hit_BX)
+        waits_since = time.perf_counter()
         plan = unpack_decode(np.asarray(packed), batch, config.experts_per_token, config.num_experts)
-        _count(memory, moe_layer, plan)
-        if len(plan.miss_expert):
-            out_BXD = _compute_missing(memory, moe_layer, plan, output, out_BXD)
+        counters.compute_s += time.perf_counter() - waits_since
+        # What was dispatched before this layer's step is done.
+        memory.give_back_rows()
+        out_BXD = _compute_missing(memory, moe_layer, plan, output, out_BXD)
         x_BD = add_experts(output.x_BD, out_BXD, output.weight_BX, output.dense_BD)
         chosen[:, moe_layer] = plan.expert_BX
         is_fallback.append(plan.is_fallback)
@@ -82,46 +92,133 @@ def decode_token(
         moe_layer += 1
     memory.last_reader = x_BD
     memory.num_tokens += 1
-    memory.decode_counters.tokens += int(np.count_nonzero(active_B))
-    memory.decode_counters.check_identities()
+    logits = dense.logits(x_BD)
+    counters.tokens += int(np.count_nonzero(active_B))
+    counters.check_identities()
     if takes_part:
         memory.regret.end_step(chosen, num_missed)
         if memory.guard_watch is not None:
             memory.guard_watch.add_step(is_fallback)
-    return dense.logits(x_BD), chosen
+    waits_since = time.perf_counter()
+    logits.block_until_ready()
+    counters.compute_s += time.perf_counter() - waits_since
+    counters.wall_s += time.perf_counter() - began
+    return logits, chosen
 
 
 def _compute_missing(memory: ExpertMemory, layer: int, plan: DecodePlan, output: DecodeOutput, out_BXD: Array) -> Array:
-    """Reads what is missing and computes it: the admitted with as much surplus as the ring holds, then the rest."""
-    rows = memory.rows
-    is_admitted = plan.miss_slot < rows.num_slots
-    surplus_place = plan.miss_slot - rows.num_slots
-    num_rounds = 1 + max(0, int(surplus_place.max(initial=0)) // rows.num_staging)
-    for round_id in range(num_rounds):
-        in_round = (surplus_place // rows.num_staging == round_id) & ~is_admitted
-        if round_id == 0:
-            in_round |= is_admitted
-        placements = [
-            (int(e), rows.slot_row(layer, int(s)) if s < rows.num_slots else rows.staging_row(int(s - rows.num_slots)))
-            for e, s in zip(plan.miss_expert[in_round], plan.miss_slot[in_round], strict=True)
-        ]
-        if round_id:
-            out_BXD.block_until_ready()  # it still reads the ring's rows, which are overwritten now
-        memory.decode_counters.stall_s += memory.fetcher.wait(memory.fetcher.start(layer, placements))
-        active = output.miss_BX
-        if num_rounds > 1:
-            active = jax.device_put(np.isin(plan.expert_BX, plan.miss_expert[in_round]), memory.device)
-        out_BXD = memory.programs.expert_ffn(out_BXD, output.h_BD, memory.slots.array, output.row_BX, active)
+    """Has the missing experts of a layer read, looks ahead, and computes the missing ones as they arrive."""
+    rows, prefetcher, config = memory.rows, memory.prefetcher, memory.config
+    early = {} if prefetcher is None else prefetcher.adopt(plan.miss_expert)
+    row_of_expert = np.zeros(config.num_experts, np.int32)
+    placements: list[tuple[int, int]] = []
+    surplus: list[int] = []
+    in_place: list[int] = []  # by the host tier
+    _feed_tier(memory, layer, plan)
+    for expert, slot in zip(plan.miss_expert.tolist(), plan.miss_slot.tolist(), strict=True):
+        is_admitted = slot < rows.num_slots
+        if is_admitted and expert in early:
+            rows.exchange(layer, slot, early[expert].row)
+        if is_admitted:
+            row_of_expert[expert] = rows.row(layer, slot)
+        elif expert in early:
+            row_of_expert[expert] = early[expert].row
+            memory.rows_in_use.append((layer, expert, early[expert].row))
+        else:
+            surplus.append(expert)
+            continue
+        if expert not in early:
+            row = int(row_of_expert[expert])
+            if memory.tier is not None and memory.tier.insert(layer, expert, row):
+                in_place.append(expert)
+            else:
+                placements.append((expert, row))
+    waiting = [*early.values(), *memory.fetcher.start(layer, placements)]
+    waiting += _start_surplus(memory, layer, surplus, row_of_expert, in_place)
+    if prefetcher is not None and layer + 1 < config.num_moe_layers and not surplus:
+        prefetcher.look_ahead(layer + 1, memory.not_at_hand(layer + 1, of_tokens(plan.predicted_BX)))
+    num_in_place = len(in_place)
+    while waiting or surplus or in_place:
+        if in_place:
+            out_BXD = _compute(memory, plan, output, out_BXD, in_place, row_of_expert)
+            in_place = []
+            continue
+        if not waiting:
+            # Every spare row is in use, by computations that go on or by reads ahead that nobody needs.
+            out_BXD.block_until_ready()
+            memory.give_back_rows()
+            if prefetcher is not None:
+                prefetcher.settle(must=True)
+            waiting = _start_surplus(memory, layer, surplus, row_of_expert, in_place)
+            num_in_place += len(in_place)
+            continue
+        with jax.profiler.TraceAnnotation("wait for reads"):
+            arrived, waiting, waited_s = memory.fetcher.wait_for_some(waiting)
+        memory.decode_counters.stall_s += waited_s
+        out_BXD = _compute(memory, plan, output, out_BXD, [read.expert for read in arrived], row_of_expert)
+    if prefetcher is not None:
+        prefetcher.demand_is_served()
+    _count(memory, layer, plan, num_early=len(early), num_in_place=num_in_place)
     return out_BXD
 
 
-def _count(memory: ExpertMemory, layer: int, plan: DecodePlan) -> None:
+def _compute(
+    memory: ExpertMemory,
+    plan: DecodePlan,
+    output: DecodeOutput,
+    out_BXD: Array,
+    experts: list[int],
+    row_of_expert: np.ndarray,
+) -> Array:
+    """Computes missing experts whose records are in place."""
+    active_BX = np.isin(plan.expert_BX, experts)
+    row_BX = row_of_expert[np.maximum(plan.expert_BX, 0)]
+    # On the CPU a call whose inputs are ready is computed before it returns.
+    computes_since = time.perf_counter()
+    out_BXD = memory.programs.expert_ffn(out_BXD, output.h_BD, memory.slots.array, row_BX, active_BX)
+    memory.decode_counters.compute_s += time.perf_counter() - computes_since
+    return out_BXD
+
+
+def _feed_tier(memory: ExpertMemory, layer: int, plan: DecodePlan) -> None:
+    """Gives the host tier the residents that leave, before their rows are overwritten."""
+    if memory.tier is None:
+        return
+    memory.tier.settle()
+    for expert, slot in zip(plan.evicted.tolist(), plan.miss_slot.tolist(), strict=True):
+        if expert >= 0:
+            memory.tier.take_back(layer, expert, memory.rows.row(layer, slot))
+
+
+def _start_surplus(
+    memory: ExpertMemory, layer: int, surplus: list[int], row_of_expert: np.ndarray, in_place: list[int]
+) -> list[Read]:
+    """Begins reading surplus experts into spare rows while there are any; removes them from `surplus`.
+
+    Those that the host tier holds are put there at once, and added to `in_place`.
+    """
+    placements = []
+    while surplus and (row := memory.rows.take()) is not None:
+        expert = surplus.pop(0)
+        row_of_expert[expert] = row
+        memory.rows_in_use.append((layer, expert, row))
+        if memory.tier is not None and memory.tier.insert(layer, expert, row):
+            in_place.append(expert)
+        else:
+            placements.append((expert, row))
+    return memory.fetcher.start(layer, placements)
+
+
+def _count(memory: ExpertMemory, layer: int, plan: DecodePlan, *, num_early: int, num_in_place: int) -> None:
+    """Counts the accesses of a layer; the prefetcher has counted which reads ahead were useful and which late."""
     counters, num_misses = memory.decode_counters, len(plan.miss_expert)
+    counters.demand_reads += num_misses - num_early - num_in_place
+    counters.host_hits += num_in_place
     hits = len(np.unique(plan.expert_BX[plan.hit_BX]))
     counters.accesses += hits + num_misses
-    counters.hits += hits
-    counters.misses += num_misses
-    counters.demand_reads += num_misses
+    # A read ahead that was in place made a hit of what the policy counts as a miss.
+    counters.misses = counters.demand_reads + counters.prefetch_late + counters.host_hits
+    counters.hits = counters.accesses - counters.misses
     if num_misses:
         memory.refetch.missed(layer, plan.miss_expert, memory.num_tokens)
         memory.refetch.evicted(layer, plan.evicted[plan.evicted >= 0], memory.num_tokens, counters)

@@ -29,6 +29,13 @@ class LayerKind:
     paths: tuple[str, ...]
     is_moe: bool
 
+    def __post_init__(self) -> None:
+        # Programs are looked up by kind for every layer of every token, and the graph takes 0.2 ms to hash.
+        object.__setattr__(self, "_hash", hash((self.graph, self.treedef, self.paths, self.is_moe)))
+
+    def __hash__(self) -> int:
+        return self._hash  # type: ignore[attr-defined]
+
     def merge(self, leaves: Leaves) -> DecoderLayer:
         """The layer module, inside a trace."""
         return nnx.merge(self.graph, jax.tree.unflatten(self.treedef, leaves))
@@ -49,6 +56,11 @@ class DenseWeights:
     def num_bytes(self) -> int:
         arrays = [self.embedding, self.final_norm, *(leaf for leaves in self.layers for leaf in leaves)]
         return sum(a.nbytes for a in arrays) + (0 if self.head is self.embedding else self.head.nbytes)
+
+    def router_of(self, layer: int) -> tuple[Array, Array]:
+        """Scale `[D]` of the norm before a MoE layer's router, and the router's kernel `[E, D]`."""
+        leaves = dict(zip(self.kinds[layer].paths, self.layers[layer], strict=True))
+        return leaves["post_norm.scale"], leaves["router.kernel"]
 
     def embed(self, token: Array | np.ndarray) -> Array:
         """float32 `[..., D]` of int32 token ids."""

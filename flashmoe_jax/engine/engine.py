@@ -5,6 +5,7 @@ sessions one after the other; they share the slots. Invariant: tokens do not dep
 """
 
 import dataclasses
+import enum
 import os
 import time
 from collections.abc import Collection, Iterator, Sequence
@@ -14,7 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from flashmoe_jax.config import ModelConfig
+from flashmoe_jax.config import ModelConfig, PrefetchMode, ReaderName
 from flashmoe_jax.engine.budget import (
     COMPILED_BYTES,
     Budget,
@@ -33,7 +34,7 @@ from flashmoe_jax.engine.memory import available_bytes, peak_rss_bytes, rss_byte
 from flashmoe_jax.engine.platform import configure_backend
 from flashmoe_jax.engine.sampling import SamplingParams
 from flashmoe_jax.engine.session import Session
-from flashmoe_jax.errors import ConfigError, PromptError
+from flashmoe_jax.errors import BudgetError, ConfigError, PromptError
 from flashmoe_jax.model_dir import POLICY_NAME, ModelDirectory
 from flashmoe_jax.policy import ChosenPolicy, PolicyShape, check_policy_name, choose_policy
 from flashmoe_jax.telemetry.trace import WIDE_COLUMNS, Trace, TraceRecorder, load_trace, popularity, save_trace
@@ -171,7 +172,8 @@ class Engine:
         return {
             "policy": memory.policy.name,
             "policy_is_learned": memory.policy.is_learned,
-            "reader": "range",
+            "reader": memory.store.reader,
+            "prefetch": str(memory.prefetch),
             "slots_per_layer": plan.slots_per_layer,
             **memory.decode_counters.to_json(),
             "regret": memory.regret.value(),
@@ -282,9 +284,12 @@ def load(
     *,
     device_budget: str | None = None,
     memory_limit: str | None = None,
+    host_budget: str | None = None,
     policy: str = "auto",
     policy_trace: str | os.PathLike[str] | None = None,
     guard: bool | None = None,
+    reader: str = "auto",
+    prefetch: str = "auto",
     max_context: int | None = None,
     batch_size: int = 1,
     record_trace: bool = False,
@@ -299,10 +304,13 @@ def load(
         device_budget: `25%` or `16slots` sizes the slots alone; `4GiB` is everything on the device; None takes
             everything free, less 5 %.
         memory_limit: bytes for the whole process (`4GiB`), on the CPU backend.
+        host_budget: bytes of host memory for experts that leave the slots (`8GiB`), on a GPU.
         policy: eviction policy, one of `flashmoe_jax.policy.NAMES` or a folder that the training command wrote;
             "auto" takes the model directory's own, else `shared`.
         policy_trace: trace whose popular experts `static` keeps; None for those that the model directory brings.
         guard: whether a learned policy falls back to `decayed` where it reads more; None for yes.
+        reader: how records are read, one of `config.ReaderName`; "auto" takes what is fastest here and now.
+        prefetch: when experts are read ahead of their layer, one of `config.PrefetchMode`; "auto" where it should pay.
         max_context: tokens per sequence, prompt and output; None for the model's own maximum, at most 4096.
         batch_size: most sequences generated together.
         record_trace: whether to record the routing of every token.
@@ -317,6 +325,8 @@ def load(
     check_policy_name(policy)
     if unknown := set(record_columns) - set(WIDE_COLUMNS):
         raise ConfigError(f"record_columns names {', '.join(sorted(unknown))}; choose of {', '.join(WIDE_COLUMNS)}")
+    _check_choice("reader", reader, ReaderName)
+    _check_choice("prefetch", prefetch, PrefetchMode)
     configure_backend(device_budget)
     budget = None if device_budget is None else Budget.parse(device_budget)
     limit = None if memory_limit is None else parse_size(memory_limit)
@@ -344,11 +354,25 @@ def load(
         available_bytes=available_bytes() + rss_bytes() if is_cpu else _free_device_bytes(device),
         total_bytes=total_bytes() if is_cpu else _device_bytes(device),
         is_cpu=is_cpu,
+        host_budget=None if host_budget is None else parse_size(host_budget),
     )
+    if plan.host_bytes > available_bytes() and not is_cpu:
+        raise BudgetError(
+            f"{format_size(plan.host_bytes, up=True)} of host memory are needed and "
+            f"{format_size(available_bytes())} are available; give a smaller host_budget"
+        )
     sharding = jax.sharding.SingleDeviceSharding(device)
     dense = split_dense_weights(config, directory.load_dense(sharding), device)
     memory = ExpertMemory(
-        config, dense, directory.store(), chosen.of_slots(plan.slots_per_layer), plan, device, guard_window=guard_window
+        config,
+        dense,
+        directory.store(reader=reader),
+        chosen.of_slots(plan.slots_per_layer),
+        plan,
+        device,
+        guard_window=guard_window,
+        prefetch=PrefetchMode(prefetch),
+        host_records=plan.host_records,
     )
     return Engine(
         directory=directory,
@@ -361,6 +385,11 @@ def load(
         record_trace=record_trace,
         record_columns=record_columns,
     )
+
+
+def _check_choice(name: str, value: str, choices: type[enum.StrEnum]) -> None:
+    if value not in list(choices):
+        raise ConfigError(f"{name} {value!r} is none of {', '.join(choices)}; choose one of them")
 
 
 def _context(config: ModelConfig, max_context: int | None) -> int:

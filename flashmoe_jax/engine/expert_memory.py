@@ -13,12 +13,13 @@ import jax
 import numpy as np
 from jax import Array
 
-from flashmoe_jax.config import ModelConfig
-from flashmoe_jax.engine.budget import MAX_READS_IN_FLIGHT, MemoryPlan
+from flashmoe_jax.config import ModelConfig, PrefetchMode
+from flashmoe_jax.engine.budget import MemoryPlan
 from flashmoe_jax.engine.dense import DenseWeights, LayerKind
 from flashmoe_jax.engine.guard import init_guard, start_shadow
+from flashmoe_jax.engine.prefetch import Prediction, Prefetcher
 from flashmoe_jax.engine.steps import (
-    RowMap,
+    NextRouter,
     StepState,
     make_decode_step,
     make_dense_step,
@@ -26,14 +27,19 @@ from flashmoe_jax.engine.steps import (
     make_expert_ffn_group,
     make_prefill_step,
 )
-from flashmoe_jax.experts.fetcher import Fetcher
+from flashmoe_jax.experts.fetcher import Fetcher, reads_in_flight
+from flashmoe_jax.experts.host_tier import HostTier
 from flashmoe_jax.experts.residency import init_residency
-from flashmoe_jax.experts.slots import SlotBuffer, make_slot_buffer
+from flashmoe_jax.experts.rows import RowTable
+from flashmoe_jax.experts.slots import InsertedSlots, SlotBuffer, make_slot_buffer
 from flashmoe_jax.experts.store import ExpertStore
 from flashmoe_jax.policy.base import Policy, PolicyShape
 from flashmoe_jax.telemetry.counters import RefetchWatch, StageCounters
 from flashmoe_jax.telemetry.guard_watch import GuardWatch
 from flashmoe_jax.telemetry.regret import RegretGauge
+
+# Experts predicted for so many tokens of a prompt or more are as likely as any.
+PROMPT_GRADES = 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,6 +59,8 @@ class ExpertMemory:
     Args:
         slots: the buffer; None for one as the device needs it.
         guard_window: steps, to put the policy under guard; None for no guard.
+        prefetch: whether prefill and decode read ahead.
+        host_records: records that the host tier has room for; with slots that are not host memory themselves.
     """
 
     def __init__(
@@ -65,22 +73,36 @@ class ExpertMemory:
         device: jax.Device,
         slots: SlotBuffer | None = None,
         guard_window: int | None = None,
+        prefetch: PrefetchMode = PrefetchMode.OFF,
+        host_records: int = 0,
     ):
         layout = store.layout
         self.config, self.policy, self.store, self.device = config, policy, store, device
         self.policy_params = [
             jax.device_put(policy.layer_params(layer), device) for layer in range(config.num_moe_layers)
         ]
-        self.rows = RowMap(config.num_moe_layers, plan.slots_per_layer, plan.num_staging)
+        self.rows = RowTable(config.num_moe_layers, plan.slots_per_layer, plan.num_staging)
         self.slots = slots or make_slot_buffer(
             self.rows.num_rows, layout.record_words, np.dtype(layout.word_dtype), device
         )
-        self.fetcher = Fetcher(store, self.slots, layout.record_bytes, MAX_READS_IN_FLIGHT)
+        self.fetcher = Fetcher(store, self.slots, layout.record_bytes, reads_in_flight(layout.record_bytes))
+        self.tier: HostTier | None = None
+        if host_records:
+            assert isinstance(self.slots, InsertedSlots), "slots in host memory need no tier there"
+            self.tier = HostTier(host_records, self.slots, np.dtype(layout.word_dtype), device)
         self._guard_window = guard_window
         self.guard_watch = None if guard_window is None else GuardWatch(policy.name, config.num_moe_layers)
-        self.programs = _make_programs(dense, policy, self.rows, layout.fields, guard_window)
+        self.programs = _make_programs(dense, policy, layout.fields, guard_window)
         self.prefill_counters = StageCounters(layout.record_bytes)
         self.decode_counters = StageCounters(layout.record_bytes)
+        self.prefetch = prefetch
+        # One each for decode and for prefill; None where nothing is read ahead.
+        self.prefetcher = self.prompt_prefetcher = None
+        if prefetch is not PrefetchMode.OFF:
+            self.prompt_prefetcher = self._make_prefetcher(self.prefill_counters, PROMPT_GRADES)
+            if prefetch is PrefetchMode.ON or plan.slots_per_layer < config.num_experts:
+                self.prefetcher = self._make_prefetcher(self.decode_counters, config.experts_per_token)
+        self.next_routers = _next_routers(config, dense)
         self.refetch = RefetchWatch(
             config.num_moe_layers, config.num_experts, (self.prefill_counters, self.decode_counters)
         )
@@ -88,6 +110,8 @@ class ExpertMemory:
         self.num_tokens = 0  # decode steps and prompt tokens so far, the clock of re-fetches
         self.state = self._initial_state()
         self.last_reader: Array | None = None  # ready when no computation of earlier steps reads a row any more
+        # Layer, expert and row of records not admitted, whose computation may still be under way.
+        self.rows_in_use: list[tuple[int, int, int]] = []
         self._is_whole = True  # no step is under way or was cut off
 
     @contextlib.contextmanager
@@ -99,6 +123,7 @@ class ExpertMemory:
             # Whoever asked for the last step may not have looked at its result yet, and this one overwrites rows.
             self.last_reader.block_until_ready()
             self.last_reader = None
+            self.give_back_rows()
         self._is_whole = False
         try:
             yield
@@ -110,11 +135,29 @@ class ExpertMemory:
     def reset(self) -> None:
         """Forgets who is resident and what the policy saw."""
         self.fetcher.drain()
+        for prefetcher in (self.prefetcher, self.prompt_prefetcher):
+            if prefetcher is not None:
+                prefetcher.forget()
+        self.rows_in_use = []
+        self.rows.reset()
         self.state = self._initial_state()
         if self.guard_watch is not None:
             self.guard_watch.forget()
         self.regret.restart()
         self._is_whole = True
+
+    def give_back_rows(self) -> None:
+        """All computations dispatched so far are done: the rows of records not admitted are spare again."""
+        for layer, expert, row in self.rows_in_use:
+            if self.tier is not None:
+                self.tier.take_back(layer, expert, row)
+            self.rows.give_back(row)
+        self.rows_in_use = []
+
+    def not_at_hand(self, layer: int, predicted: list[Prediction]) -> list[Prediction]:
+        """The predictions for a layer without those that the host tier holds."""
+        tier = self.tier
+        return predicted if tier is None else [each for each in predicted if (layer, each.expert) not in tier]
 
     def prompt_is_done(self) -> None:
         """Every prompt ends with this: what is measured against decode's rules starts from its residents."""
@@ -139,7 +182,12 @@ class ExpertMemory:
         self.regret.close()
         self.fetcher.close()
         self.store.close()
+        if self.tier is not None:
+            self.tier.close()
         self.slots.close()
+
+    def _make_prefetcher(self, counters: StageCounters, num_grades: int) -> Prefetcher:
+        return Prefetcher(self.prefetch, self.fetcher, self.rows, counters, num_grades)
 
     def _initial_state(self) -> StepState:
         L, E = self.config.num_moe_layers, self.config.num_experts
@@ -159,12 +207,17 @@ def policy_bytes(policy: Policy, shape: PolicyShape, *, is_guarded: bool) -> int
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves((params, state, guard, [tables] * 4)))
 
 
-def _make_programs(
-    dense: DenseWeights, policy: Policy, rows: RowMap, fields: Any, guard_window: int | None
-) -> Programs:
+def _next_routers(config: ModelConfig, dense: DenseWeights) -> list[NextRouter]:
+    """For every MoE layer, what predicts the next one's experts; the last one's predicts its own and is not used."""
+    layers = config.moe_layers
+    following = [min(i + 1, len(layers) - 1) for i in range(len(layers))]
+    return [NextRouter(*dense.router_of(layers[i]), np.int32(i)) for i in following]
+
+
+def _make_programs(dense: DenseWeights, policy: Policy, fields: Any, guard_window: int | None) -> Programs:
     kinds = set(dense.kinds)
     return Programs(
-        decode={kind: make_decode_step(kind, policy, rows, guard_window) for kind in kinds if kind.is_moe},
+        decode={kind: make_decode_step(kind, policy, guard_window) for kind in kinds if kind.is_moe},
         prefill={kind: make_prefill_step(kind, policy) for kind in kinds if kind.is_moe},
         dense={kind: make_dense_step(kind) for kind in kinds if not kind.is_moe},
         expert_ffn=make_expert_ffn(fields),

@@ -39,7 +39,14 @@ def available_bytes() -> int:
 
 def total_bytes() -> int:
     """Memory of the machine, or of the control group where that has less."""
-    return min([psutil.virtual_memory().total, *(limit for limit, _ in _cgroup_limits())])
+    limit = cgroup_limit_bytes()
+    total = psutil.virtual_memory().total
+    return total if limit is None else min(total, limit)
+
+
+def cgroup_limit_bytes() -> int | None:
+    """The lowest limit of the control groups that this process is in; None where there is none."""
+    return min((limit for limit, _ in _cgroup_limits()), default=None)
 
 
 def _cgroup_limits() -> Iterator[tuple[int, int]]:

@@ -26,25 +26,9 @@ from flashmoe_jax.engine.guard import (
 from flashmoe_jax.experts.ffn import add_expert_outputs, expert_ffn, expert_ffn_group
 from flashmoe_jax.experts.residency import Residency, fill_free_slots, plan_step
 from flashmoe_jax.models.attention import KVCache
+from flashmoe_jax.models.decoder import RMSNorm
+from flashmoe_jax.numerics import matmul
 from flashmoe_jax.policy.base import Policy
-
-
-class RowMap(NamedTuple):
-    """Static shape of the slot buffer: which row is which slot."""
-
-    num_layers: int
-    num_slots: int  # per layer
-    num_staging: int
-
-    @property
-    def num_rows(self) -> int:
-        return self.num_layers * self.num_slots + self.num_staging
-
-    def slot_row(self, layer: int, slot: int) -> int:
-        return layer * self.num_slots + slot
-
-    def staging_row(self, place: int) -> int:
-        return self.num_layers * self.num_slots + place % self.num_staging
 
 
 class StepState(NamedTuple):
@@ -62,9 +46,8 @@ class DecodeOutput(NamedTuple):
     h_BD: Array  # normed input of the experts
     dense_BD: Array | None  # what a shared expert adds
     weight_BX: Array
-    row_BX: Array  # buffer row of each chosen expert
+    row_BX: Array  # buffer row of each hit
     hit_BX: Array
-    miss_BX: Array
     router_logits_BE: Array
 
 
@@ -78,11 +61,22 @@ class DecodePlan(NamedTuple):
     miss_slot: np.ndarray  # num_slots + i is place i of the surplus
     evicted: np.ndarray  # -1 = none
     is_fallback: bool  # the guard let `decayed` choose who left
+    predicted_BX: np.ndarray  # experts that the next MoE layer may miss, likeliest first; -1 where resident
+
+
+class NextRouter(NamedTuple):
+    """What looks ahead: norm and router of the next MoE layer, applied to this layer's residual."""
+
+    scale_D: Array
+    kernel_ED: Array
+    layer: Array | np.int32  # MoE layer id
 
 
 @functools.lru_cache(maxsize=64)
-def make_decode_step(kind: LayerKind, policy: Policy, rows: RowMap, guard_window: int | None = None) -> Any:
+def make_decode_step(kind: LayerKind, policy: Policy, guard_window: int | None = None) -> Any:
     """The jitted decode step of one MoE layer kind; cache and state are donated.
+
+    Its last argument is a `NextRouter`, or None, with which nothing is predicted.
 
     Args:
         guard_window: steps, for a policy under guard; None for one that is not.
@@ -97,6 +91,8 @@ def make_decode_step(kind: LayerKind, policy: Policy, rows: RowMap, guard_window
         state: StepState,
         policy_params: Any,
         layer: Array,
+        row_of_slot_R: Array,
+        next_router: NextRouter | None,
     ) -> tuple[DecodeOutput, KVCache, StepState, Array]:
         module = kind.merge(leaves)
         with jax.named_scope("attention"):
@@ -122,10 +118,14 @@ def make_decode_step(kind: LayerKind, policy: Policy, rows: RowMap, guard_window
                 guard = guard_step(guard, state.residency, layer, expert_BX, guard_window)
                 is_fallback = is_in_fallback(guard, layer)[None].astype(jnp.int32)
                 residency, plan = plan_step(state.residency, layer, expert_BX, lambda: guarded_keep(guard, layer, keep))
-        R = rows.num_slots
-        staged_BX = rows.num_layers * R + (plan.slot - R) % rows.num_staging
-        row_BX = jnp.where(plan.slot < R, layer * R + plan.slot, staged_BX)
-        miss_BX = (plan.slot >= 0) & ~plan.is_hit
+        row_BX = jnp.where(plan.is_hit, row_of_slot_R[jnp.maximum(jnp.where(plan.is_hit, plan.slot, 0), 0)], 0)
+        with jax.named_scope("look_ahead"):
+            predicted_BX = jnp.full_like(expert_BX, -1)
+            if next_router is not None:
+                residual_BD = lax.optimization_barrier(x_BD)
+                guess_BX = _guess(next_router, residual_BD, expert_BX.shape[1], module.post_norm.eps)
+                is_missing_BX = residency.slot_of_expert[next_router.layer][guess_BX] < 0
+                predicted_BX = jnp.where(is_missing_BX & (expert_BX >= 0), guess_BX, -1)
         packed = jnp.concatenate(
             [
                 expert_BX.reshape(-1),
@@ -135,13 +135,21 @@ def make_decode_step(kind: LayerKind, policy: Policy, rows: RowMap, guard_window
                 plan.miss_slot,
                 plan.evicted,
                 is_fallback,
+                predicted_BX.reshape(-1),
             ]
         )
-        output = DecodeOutput(x_BD, h_BD, dense_BD, routing.weight, row_BX, plan.is_hit, miss_BX, logits_BE)
+        output = DecodeOutput(x_BD, h_BD, dense_BD, routing.weight, row_BX, plan.is_hit, logits_BE)
         assert new_cache is not None
         return output, new_cache, StepState(residency, policy_state, guard), packed
 
     return jax.jit(step, donate_argnames=("cache", "state"))
+
+
+def _guess(router: NextRouter, x_TD: Array, top_k: int, eps: float) -> Array:
+    """int32 `[T, X]`: the next router's choice if this layer's experts added nothing, likeliest first."""
+    norm = RMSNorm(router.scale_D.shape[0], eps=eps, dtype=router.scale_D.dtype)
+    norm.scale[...] = router.scale_D
+    return lax.top_k(matmul(norm(x_TD), router.kernel_ED), top_k)[1].astype(jnp.int32)
 
 
 def unpack_decode(packed: np.ndarray, batch: int, top_k: int, num_experts: int) -> DecodePlan:
@@ -158,7 +166,8 @@ def unpack_decode(packed: np.ndarray, batch: int, top_k: int, num_experts: int) 
         miss_expert[:num_misses],
         miss_slot[:num_misses],
         evicted[:num_misses],
-        bool(packed[-1]),
+        bool(packed[-1 - pairs]),
+        packed[-pairs:].reshape(batch, top_k),
     )
 
 
@@ -179,11 +188,14 @@ class PrefillPlan(NamedTuple):
     slot_before: np.ndarray  # [E]
     slot_after: np.ndarray  # [E], free slots given to the best missed experts
     keep: np.ndarray  # [E] float32
+    predicted: np.ndarray  # [E], tokens that the next MoE layer may need each expert for; 0 where resident
 
 
 @functools.lru_cache(maxsize=64)
 def make_prefill_step(kind: LayerKind, policy: Policy) -> Any:
     """The jitted prefill of one MoE layer kind up to the experts; cache and state are donated.
+
+    Its `next_router` is a `NextRouter`, or None, with which nothing is predicted.
 
     The policy sees the tokens one after the other, as decode would have shown them to it: token t of every sequence
     is one step.
@@ -198,6 +210,7 @@ def make_prefill_step(kind: LayerKind, policy: Policy) -> Any:
         state: StepState,
         policy_params: Any,
         layer: Array,
+        next_router: NextRouter | None,
         *,
         attend_length: int,
     ) -> tuple[PrefillOutput, KVCache, StepState, Array]:
@@ -233,12 +246,20 @@ def make_prefill_step(kind: LayerKind, policy: Policy) -> Any:
             needed_E = jnp.zeros((E,), bool).at[flat].set(True, mode="drop")
             before_E = state.residency.slot_of_expert[layer]
             residency = fill_free_slots(state.residency, layer, needed_E, keep_E)
+        predicted_E = jnp.zeros((E,), jnp.int32)
+        if next_router is not None:
+            with jax.named_scope("look_ahead"):
+                residual_TD = lax.optimization_barrier(x_BTD.reshape(B * T, D))
+                guess_TX = _guess(next_router, residual_TD, expert_TX.shape[1], module.post_norm.eps)
+                predicted_E = predicted_E.at[jnp.where(valid_BT.reshape(-1, 1), guess_TX, E)].add(1, mode="drop")
+                predicted_E = jnp.where(residency.slot_of_expert[next_router.layer] < 0, predicted_E, 0)
         packed = jnp.concatenate(
             [
                 expert_BTX.reshape(-1),
                 before_E,
                 residency.slot_of_expert[layer],
                 lax.bitcast_convert_type(keep_E, jnp.int32),
+                predicted_E,
             ]
         )
         output = PrefillOutput(x_BTD.reshape(B * T, D), h_TD, dense_TD, routing.weight, logits_TE)
@@ -251,8 +272,8 @@ def make_prefill_step(kind: LayerKind, policy: Policy) -> Any:
 def unpack_prefill(packed: np.ndarray, batch: int, tokens: int, top_k: int, num_experts: int) -> PrefillPlan:
     """Reads the packed array of a prefill step."""
     ids, rest = packed[: batch * tokens * top_k], packed[batch * tokens * top_k :]
-    before, after, keep = (rest[i * num_experts : (i + 1) * num_experts] for i in range(3))
-    return PrefillPlan(ids.reshape(batch, tokens, top_k), before, after, keep.view(np.float32))
+    before, after, keep, predicted = rest.reshape(4, num_experts)
+    return PrefillPlan(ids.reshape(batch, tokens, top_k), before, after, keep.view(np.float32), predicted)
 
 
 @functools.lru_cache(maxsize=64)

@@ -1,9 +1,8 @@
 """The slot buffer: device memory for expert records, as one array of rows of integer words.
 
-Row `layer * R + slot` is a slot of a MoE layer; the rows past `L * R` are the staging ring, for records that are used
-once and not admitted. The buffer knows rows and bytes, not which expert is where (`residency.py`). Two kinds behind
-one interface: on the CPU backend device memory is host memory, so the buffer is a page-aligned block that JAX aliases
-and reads land in place; elsewhere a read lands in host memory and is inserted on the device.
+The buffer knows rows and bytes, not which slot a row is (`rows.py`) nor which expert is where (`residency.py`). Two
+kinds behind one interface: on the CPU backend device memory is host memory, so the buffer is a page-aligned block that
+JAX aliases and reads land in place; elsewhere a read lands in host memory and is inserted on the device.
 Invariant: a row is written only when every dispatched computation that may read it is done; the caller sees to that.
 """
 
@@ -15,6 +14,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
+
+from flashmoe_jax.experts.pinning import pin_memory
+
+# Host records on their way to the device at most; one more waits for the first to have left.
+MAX_LEAVING = 4
 
 
 class SlotBuffer(abc.ABC):
@@ -37,8 +41,8 @@ class SlotBuffer(abc.ABC):
         """Makes the filled landings of `rows` visible to computations dispatched from now on."""
 
     @abc.abstractmethod
-    def copy_row(self, source: int, target: int) -> None:
-        """Copies one row over another, on the device."""
+    def release(self, row: int) -> None:
+        """Forgets the landing of a row that will not be committed; nothing is written to it any more."""
 
     @abc.abstractmethod
     def close(self) -> None:
@@ -61,6 +65,8 @@ class AliasedSlots(SlotBuffer):
     def __init__(self, num_rows: int, row_words: int, dtype: np.dtype, device: jax.Device):
         self.num_rows, self.row_words = num_rows, row_words
         self._block = mmap.mmap(-1, num_rows * row_words * np.dtype(dtype).itemsize)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            self._block.madvise(mmap.MADV_HUGEPAGE)  # kernels read it in streams, which small pages interrupt
         self._rows: np.ndarray | None = np.frombuffer(self._block, dtype).reshape(num_rows, row_words)
         self._array: Array | None = jax.device_put(self._rows, device, may_alias=True)
         # A misaligned or moved block would be copied silently, and reads would then land where nobody looks.
@@ -78,9 +84,8 @@ class AliasedSlots(SlotBuffer):
     def commit(self, rows: Sequence[int]) -> None:
         del rows  # already in place
 
-    def copy_row(self, source: int, target: int) -> None:
-        assert self._rows is not None, "the slot buffer is closed"
-        np.copyto(self._rows[target], self._rows[source])
+    def release(self, row: int) -> None:
+        del row  # its memory is the row's own
 
     def close(self) -> None:
         # The views go before the block: an mmap with exported buffers cannot be closed, so it is left to their count.
@@ -88,7 +93,11 @@ class AliasedSlots(SlotBuffer):
 
 
 class InsertedSlots(SlotBuffer):
-    """A device array updated in place (donated) from aligned host memory, one landing record per row in flight."""
+    """A device array updated in place (donated) from page-aligned host memory, one landing record per row in flight.
+
+    Copies to the device are asynchronous: a landing is reused only when its copy has left. Where the driver allows it
+    the landings are pinned, so that a copy needs no further one in the driver.
+    """
 
     def __init__(self, num_rows: int, row_words: int, dtype: np.dtype, device: jax.Device):
         self.num_rows, self.row_words = num_rows, row_words
@@ -96,6 +105,7 @@ class InsertedSlots(SlotBuffer):
         self._array: Array | None = jax.device_put(jnp.zeros((num_rows, row_words), self._dtype), device)
         self._landings: dict[int, np.ndarray] = {}
         self._spare: list[np.ndarray] = []
+        self._leaving: list[tuple[Array, np.ndarray]] = []
 
     @property
     def array(self) -> Array:
@@ -104,39 +114,55 @@ class InsertedSlots(SlotBuffer):
 
     def landing(self, row: int) -> np.ndarray:
         if row not in self._landings:
-            self._landings[row] = self._spare.pop() if self._spare else self._new_landing()
+            self._landings[row] = self._spare_record()
         return self._landings[row]
 
     def commit(self, rows: Sequence[int]) -> None:
         for row in rows:
             record = self._landings.pop(row)
-            on_device = jax.device_put(record, self._device, may_alias=False)
-            self._array = _insert_row(self.array, on_device, np.int32(row))
-            # The host record is reused for a later read, so its copy must have left.
-            on_device.block_until_ready()
-            self._spare.append(record)
+            self._leaving.append((self.insert(row, record), record))
 
-    def copy_row(self, source: int, target: int) -> None:
-        self._array = _copy_row(self.array, np.int32(source), np.int32(target))
+    def insert(self, row: int, record: np.ndarray) -> Array:
+        """Copies a host record `[row_words]` into a row; it may be written again when what is returned is ready."""
+        on_device = jax.device_put(record, self._device, may_alias=False)
+        self._array = _insert_row(self.array, on_device, np.int32(row))
+        return on_device
+
+    def release(self, row: int) -> None:
+        if row in self._landings:
+            self._spare.append(self._landings.pop(row))
 
     def close(self) -> None:
+        for on_device, _ in self._leaving:
+            on_device.block_until_ready()
+        self._leaving.clear()
         self._array = None
         self._landings.clear()
         self._spare.clear()
 
-    def _new_landing(self) -> np.ndarray:
-        block = mmap.mmap(-1, self.row_words * self._dtype.itemsize)
-        return np.frombuffer(block, self._dtype)
+    def _spare_record(self) -> np.ndarray:
+        while self._leaving:
+            on_device, record = self._leaving[0]
+            if len(self._leaving) >= MAX_LEAVING:
+                on_device.block_until_ready()
+            elif not on_device.is_ready():  # type: ignore[attr-defined]
+                break
+            self._spare.append(record)
+            self._leaving.pop(0)
+        return self._spare.pop() if self._spare else pinned_rows(1, self.row_words, self._dtype, self._device)[0]
+
+
+def pinned_rows(num_rows: int, row_words: int, dtype: np.dtype, device: jax.Device) -> np.ndarray:
+    """Page-aligned host memory `[num_rows, row_words]`, pinned where the device's driver allows it."""
+    block = mmap.mmap(-1, num_rows * row_words * np.dtype(dtype).itemsize)
+    rows = np.frombuffer(block, dtype).reshape(num_rows, row_words)
+    if device.platform == "gpu":
+        pin_memory(rows.ctypes.data, rows.nbytes)
+    return rows
 
 
 def _insert_row_impl(rows: Array, record: Array, row: Array) -> Array:
     return lax.dynamic_update_slice(rows, record[None], (row, jnp.int32(0)))
 
 
-def _copy_row_impl(rows: Array, source: Array, target: Array) -> Array:
-    record = lax.dynamic_slice_in_dim(rows, source, 1, axis=0)
-    return lax.dynamic_update_slice(rows, record, (target, jnp.int32(0)))
-
-
 _insert_row = jax.jit(_insert_row_impl, donate_argnums=0)
-_copy_row = jax.jit(_copy_row_impl, donate_argnums=0)

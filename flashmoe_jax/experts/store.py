@@ -1,48 +1,36 @@
-"""Reads experts from the drive: `ExpertStore`, a tensorstore array of records opened for byte-range reads.
+"""Experts on the drive: `ExpertStore`, a tensorstore array of records opened for reading.
 
-Owns the byte range of every record (from the shard indexes), the asynchronous reads, and the check of every record
-against its checksum. Knows no models, no slots and no counters. Invariant: bytes are handed over only after their
-checksum was found right; a future that completes without an error means a whole, undamaged expert.
-
-`read_into` is the fast path: ranges of the shard through tensorstore's key-value layer, which works on every kvstore,
-and one copy into the slot. `read_array` goes through the array itself; it is what the verifier uses.
+Owns the byte range of every record (from the shard indexes), the written checksums, and one reader
+(`readers.py`). Knows no models, no slots and no counters. Invariant: bytes are handed over only after their checksum
+was found right; a future that completes without an error means a whole, undamaged expert.
 """
 
 import concurrent.futures
 import ctypes
-import functools
+import itertools
 import json
 import logging
-import math
 import mmap
 import os
 import struct
-import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import tensorstore as ts
 
-from flashmoe_jax.errors import CheckpointError, DamagedRecordError
+from flashmoe_jax.config import ReaderName
+from flashmoe_jax.errors import CheckpointError, ConfigError
+from flashmoe_jax.experts.landing import ByteRange, Landing, damage, first_line
+from flashmoe_jax.experts.reader_choice import fastest_reader
+from flashmoe_jax.experts.readers import ArrayReader, DirectReader, RangeReader, Reader, range_bytes
 from flashmoe_jax.experts.record import RecordLayout, checksum
 from flashmoe_jax.experts.shard import ARRAY_FORMAT_VERSION, ARRAY_NAME, crc32c, index_bytes, shard_key
 
-# A record is read in pieces of about this size: the copy of one piece overlaps the read of the next, and a piece is
-# small enough for malloc to keep its memory (see `retain_freed_memory`).
-PIECE_BYTES = 1 << 20
 _NOT_STORED = 2**64 - 1  # zarr's index entry of a chunk that was never written
 
 _log = logging.getLogger(__name__)
-
-
-class ByteRange(NamedTuple):
-    """Where a record stands: bytes `[start, end)` of the file `key` within the array."""
-
-    key: str
-    start: int
-    end: int
 
 
 class ExpertStore:
@@ -52,22 +40,24 @@ class ExpertStore:
         self,
         *,
         array: ts.TensorStore,
-        kvstore: ts.KvStore,
         layout: RecordLayout,
         checksums: Sequence[Sequence[str]],
         starts: np.ndarray,
         io_mode: str,
-        num_threads: int,
+        readers: dict[ReaderName, Reader],
+        reader: ReaderName,
     ):
         self._array = array
-        self._kvstore = kvstore
         self._layout = layout
         self._checksums = checksums
         self._starts = starts
         self._io_mode = io_mode
-        self._piece_bytes = _piece_bytes(layout.record_bytes)
         self._open_reads: set[concurrent.futures.Future[None]] = set()
-        self._workers = concurrent.futures.ThreadPoolExecutor(num_threads, thread_name_prefix="expert-read")
+        if reader is ReaderName.AUTO:
+            reader = self._fastest(readers)
+        self._reader = readers.pop(reader)
+        for unused in readers.values():
+            unused.close()
 
     @classmethod
     def open(
@@ -76,34 +66,51 @@ class ExpertStore:
         layout: RecordLayout,
         checksums: Sequence[Sequence[str]],
         *,
+        reader: str = ReaderName.AUTO,
         num_threads: int = 2,
         num_reads: int = 8,
+        cache_bytes: int = 0,
+        context: ts.Context | None = None,
     ) -> "ExpertStore":
-        """Opens the array's metadata and shard indexes; reads no expert.
+        """Opens the array's metadata and shard indexes; reads no expert, but for the measurement of `auto`.
 
         Args:
             location: a model directory, or the URL or tensorstore kvstore spec of one (`s3://bucket/model/`).
             layout: what a record holds; the array must agree.
             checksums: `[layer][expert]`, as `record.checksum` gives them.
+            reader: one of `ReaderName`; `auto` is the fastest on a local drive, else `range`.
             num_threads: workers that copy pieces into place and check records.
-            num_reads: ranges that tensorstore reads at once from a local drive.
+            num_reads: reads under way at once on a local drive.
+            context: of tensorstore's, whose memory stores are seen; its other settings are replaced.
+            cache_bytes: of tensorstore's cache of a store that is not local, which reader `array` fills.
 
         Raises:
             CheckpointError: missing or unreadable files, another format or layout, an expert that is not stored.
+            ConfigError: `direct` for a store that is not local, or a cache that would do nothing.
         """
+        wanted = ReaderName(reader)
         spec = _array_spec(location)
         io_mode = _io_mode(spec)
+        if wanted is ReaderName.DIRECT and io_mode == "remote":
+            raise ConfigError(
+                f"reader direct reads local files, and {_name(spec)} is none; choose auto, range or array"
+            )
+        if cache_bytes:
+            _check_cache(wanted, io_mode)
+            wanted = ReaderName.ARRAY
         context = ts.Context(
             {
                 "file_io_concurrency": {"limit": num_reads},
+                **({"cache_pool": {"total_bytes_limit": cache_bytes}} if cache_bytes else {}),
                 **({"file_io_mode": {"mode": "direct"}} if io_mode == "direct" else {}),
-            }
+            },
+            parent=context,
         )
         try:
             kvstore = ts.KvStore.open(spec, context=context).result()
             metadata = kvstore.read("zarr.json").result()
         except ValueError as error:
-            raise CheckpointError(f"the expert array at {_name(spec)} cannot be opened: {_line(error)}") from None
+            raise CheckpointError(f"the expert array at {_name(spec)} cannot be opened: {first_line(error)}") from None
         if metadata.state != "value":
             raise CheckpointError(
                 f"{_name(spec)} holds no expert array (zarr.json is missing); convert the model again"
@@ -113,14 +120,22 @@ class ExpertStore:
         array = ts.open({"driver": "zarr3", "kvstore": spec}, context=context, open=True, read=True).result()
         starts = _read_indexes(kvstore, shape[0], shape[1], layout.record_bytes, _name(spec))
         retain_freed_memory()
+        if wanted is ReaderName.AUTO and io_mode == "remote":
+            wanted = ReaderName.RANGE
+        make = {
+            ReaderName.ARRAY: lambda: ArrayReader(array, layout.word_dtype, num_threads),
+            ReaderName.RANGE: lambda: RangeReader(kvstore, num_threads),
+            ReaderName.DIRECT: lambda: DirectReader(Path(spec["path"]), num_reads, is_direct=io_mode == "direct"),
+        }
+        names = list(make) if wanted is ReaderName.AUTO else [wanted]
         return cls(
             array=array,
-            kvstore=kvstore,
             layout=layout,
             checksums=checksums,
             starts=starts,
             io_mode=io_mode,
-            num_threads=num_threads,
+            readers={name: make[name]() for name in names},
+            reader=wanted,
         )
 
     @property
@@ -141,19 +156,19 @@ class ExpertStore:
         return self._io_mode
 
     @property
+    def reader(self) -> str:
+        """Name of the reader in use."""
+        return self._reader.name
+
+    @property
     def transient_bytes_per_read(self) -> int:
-        """Most memory that one `read_into` holds besides its destination: the record as read, and one piece."""
-        return self._layout.record_bytes + self._piece_bytes
+        """Most memory that one `read_into` holds besides its destination."""
+        return self._reader.transient_bytes(self._layout.record_bytes)
 
     def byte_range(self, layer: int, expert: int) -> ByteRange:
         """Where a record stands in its shard."""
         start = int(self._starts[layer, expert])
         return ByteRange(shard_key(layer), start, start + self._layout.record_bytes)
-
-    def read(self, layer: int, expert: int) -> ts.Future:
-        """Begins one unchecked range read of a whole record; the future's result has its bytes as `.value`."""
-        key, start, end = self.byte_range(layer, expert)
-        return self._kvstore.read(key, byte_range=slice(start, end))
 
     def read_into(self, layer: int, expert: int, out_words: np.ndarray) -> "concurrent.futures.Future[None]":
         """Begins a read of a record into memory of the caller.
@@ -172,11 +187,11 @@ class ExpertStore:
         assert out_words.dtype == np.dtype(self._layout.word_dtype)
         assert out_words.flags.c_contiguous
         assert out_words.flags.writeable
-        read = _RecordRead(self, layer, expert, out_words.view(np.uint8))
-        self._open_reads.add(read.future)
-        read.future.add_done_callback(self._open_reads.discard)
-        read.begin()
-        return read.future
+        landing = self._landing(layer, expert, out_words.view(np.uint8))
+        self._open_reads.add(landing.future)
+        landing.future.add_done_callback(self._open_reads.discard)
+        self._reader.begin(landing)
+        return landing.future
 
     def read_array(self, layer: int, expert: int) -> ts.Future:
         """Begins an unchecked read through the tensorstore array; the result is words `[record_words]`."""
@@ -184,17 +199,15 @@ class ExpertStore:
 
     def check(self, layer: int, expert: int, words: np.ndarray | bytes) -> None:
         """Raises DamagedRecordError unless `words` are the record's bytes as they were written."""
-        found, written = checksum(words), self._checksums[layer][expert]
-        if found != written:
-            raise DamagedRecordError(
-                f"{self._where(layer, expert)} is damaged: its checksum is {found}, the manifest has {written}; "
-                "convert the model again"
-            )
+        place, written = self.byte_range(layer, expert), self._checksums[layer][expert]
+        error = damage(layer, expert, place, checksum(words), written)
+        if error is not None:
+            raise error
 
     def close(self) -> None:
         """Waits for begun reads; afterwards no memory of a caller is written any more."""
         concurrent.futures.wait(tuple(self._open_reads))
-        self._workers.shutdown(wait=True)
+        self._reader.close()
 
     def __enter__(self) -> "ExpertStore":
         return self
@@ -202,64 +215,21 @@ class ExpertStore:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _where(self, layer: int, expert: int) -> str:
-        key, start, end = self.byte_range(layer, expert)
-        return f"layer {layer} expert {expert} ({ARRAY_NAME}/{key}, bytes {start} to {end})"
+    def _landing(self, layer: int, expert: int, out: np.ndarray) -> Landing:
+        return Landing(layer, expert, self.byte_range(layer, expert), self._checksums[layer][expert], out)
 
+    def _fastest(self, readers: dict[ReaderName, Reader]) -> ReaderName:
+        def ids() -> Iterator[tuple[int, int]]:
+            # Spread over layers and experts: what was just read is not read again soon.
+            for i in itertools.count():
+                yield i % self.num_layers, (i * 7 + i // self.num_layers) % self.num_experts
 
-class _RecordRead:
-    """One `read_into` on its way: its pieces arrive in any order, the last one triggers the check."""
-
-    def __init__(self, store: ExpertStore, layer: int, expert: int, out_bytes: np.ndarray):
-        self._store = store
-        self._layer = layer
-        self._expert = expert
-        self._out = out_bytes
-        self._lock = threading.Lock()
-        self._error: BaseException | None = None
-        self.future: concurrent.futures.Future[None] = concurrent.futures.Future()
-        self.future.set_running_or_notify_cancel()
-
-    def begin(self) -> None:
-        key, start, end = self._store.byte_range(self._layer, self._expert)
-        size = self._store._piece_bytes
-        bounds = [(at, min(at + size, end)) for at in range(start, end, size)]
-        self._num_open = len(bounds)
-        for first, last in bounds:
-            piece = self._store._kvstore.read(key, byte_range=slice(first, last))
-            piece.add_done_callback(functools.partial(self._arrived, offset=first - start, num_bytes=last - first))
-
-    def _arrived(self, piece: ts.Future, *, offset: int, num_bytes: int) -> None:
-        # This runs in a thread of tensorstore's, which must not be kept from the next read.
-        self._store._workers.submit(self._land, piece, offset, num_bytes)
-
-    def _land(self, piece: ts.Future, offset: int, num_bytes: int) -> None:
         try:
-            data = _value(piece)
-            if len(data) != num_bytes:
-                raise ValueError(f"{len(data)} of {num_bytes} bytes could be read")
-            self._out[offset : offset + num_bytes] = np.frombuffer(data, np.uint8)
-        except Exception as error:
-            self._error = error
-        with self._lock:
-            self._num_open -= 1
-            is_last = self._num_open == 0
-        if is_last:
-            self._finish()
-
-    def _finish(self) -> None:
-        where = self._store._where(self._layer, self._expert)
-        try:
-            if isinstance(self._error, ValueError):
-                # tensorstore reports a range beyond the end of a file, a missing key and an I/O error alike.
-                raise DamagedRecordError(f"{where} cannot be read: {_line(self._error)}") from None
-            if self._error is not None:
-                raise CheckpointError(f"{where} cannot be read: {_line(self._error)}") from None
-            self._store.check(self._layer, self._expert, self._out)
-        except Exception as error:
-            self.future.set_exception(error)
-        else:
-            self.future.set_result(None)
+            return fastest_reader(readers, self._landing, ids(), self._layout.record_bytes)
+        except CheckpointError as error:
+            # Whoever needs that record will be told; others may never ask for it.
+            _log.warning("the readers are not measured: %s", error)
+            return ReaderName.RANGE
 
 
 def retain_freed_memory() -> None:
@@ -277,12 +247,6 @@ def retain_freed_memory() -> None:
         libc.mallopt(m_trim_threshold, 64 << 20)
 
 
-def _piece_bytes(record_bytes: int) -> int:
-    """Size of the pieces of a record: equal, of whole pages, near PIECE_BYTES."""
-    num_pieces = max(1, round(record_bytes / PIECE_BYTES))
-    return math.ceil(record_bytes / num_pieces / mmap.PAGESIZE) * mmap.PAGESIZE
-
-
 def _array_spec(location: str | Path | dict[str, Any]) -> dict[str, Any]:
     """The kvstore spec of the array inside a model directory, however that is named."""
     if isinstance(location, dict):
@@ -297,11 +261,6 @@ def _array_spec(location: str | Path | dict[str, Any]) -> dict[str, Any]:
 
 def _name(spec: dict[str, Any]) -> str:
     return spec["path"] if spec["driver"] == "file" else f"{spec['driver']}:{spec['path']}"
-
-
-def _line(error: BaseException) -> str:
-    """The first line of a tensorstore error, without its source locations."""
-    return str(error).split("\n")[0].split(" [tensorstore_spec")[0].strip()
 
 
 def _io_mode(spec: dict[str, Any]) -> str:
@@ -322,6 +281,15 @@ def _io_mode(spec: dict[str, Any]) -> str:
         pass
     _log.warning("%s does not take direct reads; experts are read through the page cache", _name(spec))
     return "buffered"
+
+
+def _check_cache(reader: ReaderName, io_mode: str) -> None:
+    if io_mode != "remote":
+        raise ConfigError("a cache of records is for stores that are not local; leave it out")
+    if reader not in (ReaderName.AUTO, ReaderName.ARRAY):
+        raise ConfigError(
+            f"the cache is filled by reader array, and reader {reader} is asked for; choose auto or array"
+        )
 
 
 def _check_metadata(data: bytes, shape: tuple[int, ...], layout: RecordLayout, name: str) -> None:
@@ -353,9 +321,9 @@ def _read_indexes(kvstore: ts.KvStore, num_layers: int, num_experts: int, record
     for layer, future in enumerate(pending):
         where = f"{name}{shard_key(layer)} (layer {layer})"
         try:
-            data = _value(future)
+            data = range_bytes(future)
         except ValueError as error:
-            raise CheckpointError(f"{where} cannot be read: {_line(error)}; convert the model again") from None
+            raise CheckpointError(f"{where} cannot be read: {first_line(error)}; convert the model again") from None
         if len(data) != size or struct.unpack("<I", data[-4:])[0] != crc32c(data[:-4]):
             raise CheckpointError(f"{where} is cut short or its index is damaged; convert the model again")
         entries = np.frombuffer(data[:-4], "<u8").reshape(num_experts, 2)
@@ -369,11 +337,3 @@ def _read_indexes(kvstore: ts.KvStore, num_layers: int, num_experts: int, record
                 )
         starts[layer] = entries[:, 0]
     return starts
-
-
-def _value(future: ts.Future) -> bytes:
-    """Bytes of a kvstore read. Raises ValueError where there are none."""
-    result = future.result()
-    if result.state != "value":
-        raise ValueError("the file is missing")
-    return result.value

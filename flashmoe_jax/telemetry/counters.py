@@ -1,7 +1,8 @@
 """Counters of expert caching, kept apart for prefill and decode.
 
 One access is one distinct (step, layer, expert). Names are those of `--json`, logs and metrics. Invariants, checked
-by `check_identities`: accesses = hits + misses, misses = demand_reads + late, and read_bytes counts every read begun.
+by `check_identities`: accesses = hits + misses, misses = demand_reads + late + host_hits, and read_bytes counts every
+read begun.
 """
 
 import dataclasses
@@ -24,13 +25,16 @@ class StageCounters:
     hits: int = 0
     misses: int = 0
     demand_reads: int = 0
+    host_hits: int = 0  # misses that the host tier served, without a read
     prefetch_useful: int = 0
     prefetch_late: int = 0
     prefetch_wasted: int = 0
     prefetch_cancelled: int = 0
     evictions: int = 0
     refetches: int = 0
-    stall_s: float = 0.0
+    wall_s: float = 0.0  # of whole steps
+    stall_s: float = 0.0  # of that, waiting for reads
+    compute_s: float = 0.0  # of that, waiting for the device
     tokens: int = 0
 
     @property
@@ -45,10 +49,18 @@ class StageCounters:
     def hit_rate(self) -> float | None:
         return self.hits / self.accesses if self.accesses else None
 
+    @property
+    def shares(self) -> dict[str, float] | None:
+        """Where the time of steps went: waiting for reads, waiting for the device, and the host's own work."""
+        if not self.wall_s:
+            return None
+        stall, compute = self.stall_s / self.wall_s, self.compute_s / self.wall_s
+        return {"stall": round(stall, 4), "compute": round(compute, 4), "host": round(1 - stall - compute, 4)}
+
     def check_identities(self) -> None:
         """Asserts what must hold after every step."""
         assert self.accesses == self.hits + self.misses
-        assert self.misses == self.demand_reads + self.prefetch_late
+        assert self.misses == self.demand_reads + self.prefetch_late + self.host_hits
 
     def to_json(self) -> dict[str, Any]:
         """The counters under their public names."""
@@ -57,6 +69,7 @@ class StageCounters:
             "hits": self.hits,
             "misses": self.misses,
             "demand_reads": self.demand_reads,
+            "host_hits": self.host_hits,
             "prefetch_reads": {
                 "useful": self.prefetch_useful,
                 "late": self.prefetch_late,
@@ -65,6 +78,7 @@ class StageCounters:
             },
             "read_bytes": self.read_bytes,
             "stall_ms": round(self.stall_s * 1e3, 3),
+            "shares": self.shares,
             "evictions": self.evictions,
             "refetch_5": self.refetches / self.evictions if self.evictions else None,
         }

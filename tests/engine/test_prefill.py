@@ -64,7 +64,7 @@ def test_reads_and_residents_follow_the_rules(policy: str, slots: int, num_stagi
                 needed = [int(e) for e in np.unique(plain.expert_ids[0][:, layer]) if e >= 0]
                 missing = [e for e in needed if e not in before[layer]]
                 assert [e for moe_layer, e in reads if moe_layer == layer] == missing
-                ring = engine.memory.rows.num_staging
+                ring = engine.memory.rows.num_spare
                 slots_after, left = expected_slots(before[layer], needed, keep[layer], ring)
                 assert after[layer].tolist() == slots_after
                 num_left += len(left)

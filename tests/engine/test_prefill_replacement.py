@@ -1,4 +1,4 @@
-"""At the end of a prefill layer no resident is overwritten while a computation may still read it."""
+"""At the end of a prefill layer no resident's row is given up while a computation may still read it."""
 
 import dataclasses
 from pathlib import Path
@@ -24,25 +24,25 @@ def test_residents_are_replaced_when_the_layer_is_done(tmp_path: Path):
     convert(write_hf_checkpoint(tmp_path / "hf", hf_config), tmp_path / "model")
     with flashmoe_jax.load(tmp_path / "model", device_budget="4slots", max_context=32) as engine:
         memory = engine.memory
-        group, copy_row = memory.programs.expert_ffn_group, memory.slots.copy_row
+        group, exchange = memory.programs.expert_ffn_group, memory.rows.exchange
         dispatched: list[jax.Array] = []
-        num_copies = 0
+        num_exchanges = 0
 
         def slow_group(*args):
             y_TD, done = group(*args)
             dispatched.append(slowly(y_TD))
             return dispatched[-1] + 0, done
 
-        def checked_copy(source: int, target: int) -> None:
-            nonlocal num_copies
-            num_copies += 1
+        def checked_exchange(layer: int, slot: int, row: int) -> None:
+            nonlocal num_exchanges
+            num_exchanges += 1
             assert all(y_TD.is_ready() for y_TD in dispatched)
-            copy_row(source, target)
+            exchange(layer, slot, row)
 
         memory.programs = dataclasses.replace(memory.programs, expert_ffn_group=slow_group)
-        memory.slots.copy_row = checked_copy
+        memory.rows.exchange = checked_exchange
         prompts = np.random.RandomState(0).randint(hf_config["vocab_size"], size=(6, 12))
         for prompt in prompts:
             engine.session().prefill([prompt.tolist()])
             dispatched.clear()
-    assert num_copies > 0
+    assert num_exchanges > 0

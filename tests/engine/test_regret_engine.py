@@ -99,7 +99,7 @@ def test_a_step_that_fails_starts_the_window_anew(mixed: TinyModel, monkeypatch:
             raise KeyboardInterrupt
 
         with monkeypatch.context() as patch:
-            patch.setattr(engine.memory.fetcher, "wait", interrupt)
+            patch.setattr(engine.memory.fetcher, "wait_for_some", interrupt)
             with pytest.raises(KeyboardInterrupt):
                 decode_all(session, range(9, 60))
         assert engine.stats()["regret"] is None

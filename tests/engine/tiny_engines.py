@@ -11,7 +11,7 @@ from resident_reference import ResidentModel
 from tiny_models import random_weights, tiny_hf_config, write_hf_checkpoint
 
 from checkpoints.convert import convert
-from flashmoe_jax.config import ModelConfig
+from flashmoe_jax.config import ModelConfig, PrefetchMode
 from flashmoe_jax.engine.budget import Budget, Request, plan_memory
 from flashmoe_jax.engine.dense import DenseWeights, split_dense_weights
 from flashmoe_jax.engine.engine import Engine
@@ -62,7 +62,10 @@ def make_engine(
     num_staging: int | None = None,
     guard_window: int | None = None,
     inserted: bool = False,
+    host_records: int = 0,
     store: Any = None,
+    reader: str | None = None,
+    prefetch: str = "off",
     batch_size: int = BATCH,
     context: int = CONTEXT,
     record_trace: bool = False,
@@ -74,7 +77,8 @@ def make_engine(
         num_staging: rows of the staging ring; None for what the plan gives.
         guard_window: steps, to put the policy under guard.
         inserted: use the slot buffer of devices that are not the host, on the CPU.
-        store: to read from; None for the model's own.
+        host_records: records of the host tier, forced on; with `inserted`.
+        store: to read from; None for the model's own, read by `reader` (None for the default).
     """
     config = model.config
     shape = PolicyShape(config.num_moe_layers, config.num_experts, config.experts_per_token)
@@ -105,12 +109,14 @@ def make_engine(
     memory = ExpertMemory(
         config,
         model.dense,
-        store or model.directory.store(),
+        store or model.directory.store(**({} if reader is None else {"reader": reader})),
         chosen,
         plan,
         DEVICE,
         slots=buffer,
         guard_window=guard_window,
+        prefetch=PrefetchMode(prefetch),
+        host_records=host_records,
     )
     return Engine(
         directory=model.directory,

@@ -18,7 +18,7 @@ class RecordingStore:
 
     def __init__(self, model: TinyModel):
         self._store = model.directory.store()
-        self.layout = self._store.layout
+        self.layout, self.reader = self._store.layout, self._store.reader
         self.reads: list[tuple[int, int]] = []
         self.before_read: Callable[[np.ndarray], None] = lambda out_words: None
         self._lock = threading.Lock()
@@ -40,10 +40,10 @@ class RecordingStore:
 
 
 @jax.jit
-def _slowly(y: jax.Array) -> jax.Array:
-    """The same values, some milliseconds later."""
+def _slowly(*values: jax.Array) -> tuple[jax.Array, ...]:
+    """The same values, some milliseconds later, all at once."""
     noise = jax.lax.fori_loop(0, 12, lambda _, m: jnp.tanh(m @ m), jnp.full((160, 160), 0.01))
-    return y + 0 * noise[0, 0]
+    return tuple(y + 0 * noise[0, 0] for y in values)
 
 
 class RowWatch:
@@ -58,13 +58,12 @@ class RowWatch:
         group, ffn = memory.programs.expert_ffn_group, memory.programs.expert_ffn
 
         def slow_group(y_TD, h_TD, array, row, *rest):
-            y_TD, done = group(y_TD, h_TD, array, row, *rest)
-            y_TD, done = _slowly(y_TD), _slowly(done)
+            y_TD, done = _slowly(*group(y_TD, h_TD, array, row, *rest))
             self._readers.setdefault(int(row), []).append(done)
             return y_TD, done
 
         def slow_ffn(out_BXD, h_BD, array, row_BX, active_BX):
-            out_BXD = _slowly(ffn(out_BXD, h_BD, array, row_BX, active_BX))
+            (out_BXD,) = _slowly(ffn(out_BXD, h_BD, array, row_BX, active_BX))
             for row in np.asarray(row_BX)[np.asarray(active_BX)]:
                 self._readers.setdefault(int(row), []).append(out_BXD)
             return out_BXD
@@ -88,5 +87,5 @@ def assert_slots_hold_their_experts(engine: Engine, model: TinyModel) -> None:
         held = {int(expert): slot for slot, expert in enumerate(experts) if expert >= 0}
         assert {e: int(s) for e, s in enumerate(slot_of_expert[layer]) if s >= 0} == held
         for expert, slot in held.items():
-            row = array[engine.memory.rows.slot_row(layer, slot)]
+            row = array[engine.memory.rows.row(layer, slot)]
             np.testing.assert_array_equal(row, np.asarray(model.reference.expert_rows[layer][expert]))

@@ -214,3 +214,68 @@ def test_no_read_begins_in_the_thread_that_ctrl_c_interrupts():
     fetcher.wait(reads)
     assert store.threads.isdisjoint({threading.main_thread().ident})
     fetcher.close()
+
+
+def test_reads_ahead_wait_until_nothing_is_demanded():
+    store = ControlledStore()
+    fetcher, _ = make(store, max_in_flight=4)
+    demanded = fetcher.start(0, [(1, 0)])
+    store.wait_until_begun(1)
+    ahead = fetcher.read_ahead(1, [(5, 1), (6, 2), (7, 3)])
+    more = fetcher.start(0, [(2, 4)])
+    store.wait_until_begun(2)
+    store.end(0, 1)
+    time.sleep(0.02)
+    assert store.begun == [(0, 1), (0, 2)]
+    store.end(0, 2)
+    # At most half of what may be in flight.
+    store.wait_until_begun(4)
+    time.sleep(0.02)
+    assert store.begun[2:] == [(1, 5), (1, 6)]
+    late = fetcher.start(0, [(3, 5)])  # does not wait for what was read ahead
+    store.wait_until_begun(5)
+    assert store.begun[4] == (0, 3)
+    store.end(1, 5)
+    time.sleep(0.02)
+    assert len(store.begun) == 5
+    store.end(0, 3)
+    store.wait_until_begun(6)
+    store.end(1, 6)
+    store.end(1, 7)
+    fetcher.wait([*demanded, *ahead, *more, *late])
+    fetcher.close()
+
+
+def test_reads_ahead_can_be_dropped_or_demanded():
+    store = ControlledStore()
+    fetcher, slots = make(store, max_in_flight=2)
+    begun, waiting, needed = fetcher.read_ahead(0, [(1, 0), (2, 1), (3, 2)])
+    store.wait_until_begun(1)
+    assert fetcher.drop([begun, waiting]) == [waiting]
+    assert waiting.done.cancelled()
+    assert (fetcher.num_reads, fetcher.read_bytes) == (2, 2 * RECORD_BYTES)
+    fetcher.demand([needed])
+    store.wait_until_begun(2)  # beside the one ahead
+    store.end(0, 3)
+    arrived, others, waited = fetcher.wait_for_some([begun, needed])
+    assert (arrived, others) == ([needed], [begun]) and waited >= 0
+    fetcher.demand([begun])
+    store.end(0, 1)
+    fetcher.wait([begun])
+    assert rows(slots)[:3] == [1, 0, 3]
+    assert fetcher.busy_s > 0
+    fetcher.close()
+
+
+def test_waiting_for_some_raises_after_all_were_waited_for():
+    store = ControlledStore()
+    fetcher, _ = make(store)
+    reads = fetcher.start(0, [(1, 0), (2, 1)])
+    store.end(0, 1, DamagedRecordError("layer 0 expert 1 is damaged"))
+    waiting = concurrent.futures.ThreadPoolExecutor(1).submit(fetcher.wait_for_some, reads)
+    time.sleep(0.02)
+    assert not waiting.done()
+    store.end(0, 2)
+    with pytest.raises(DamagedRecordError):
+        waiting.result(TIMEOUT_S)
+    fetcher.close()

@@ -48,12 +48,14 @@ def test_rows_start_empty_and_keep_what_lands(kind: type, dtype: type):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_row_is_copied_over_another(kind: type):
+def test_a_released_landing_changes_nothing(kind: type):
     slots = make(kind)
     fill(slots, {4: 6, 1: 5})
-    slots.copy_row(4, 1)
-    fill(slots, {4: 2})
-    assert first_words(slots) == [0, 6, 0, 0, 2]
+    slots.landing(2)
+    slots.release(2)
+    slots.release(3)
+    fill(slots, {2: 8})
+    assert first_words(slots) == [0, 5, 8, 0, 6]
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import ctypes
+import fcntl
 import logging
 import mmap
 import os
@@ -10,11 +11,13 @@ import struct
 
 import numpy as np
 import pytest
+import tensorstore as ts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flashmoe_jax.errors import CheckpointError, DamagedRecordError
+from flashmoe_jax.errors import CheckpointError, ConfigError, DamagedRecordError
 from flashmoe_jax.experts import store as store_module
+from flashmoe_jax.experts.readers import DirectReader, Reader
 from flashmoe_jax.experts.record import RecordLayout, checksum
 from flashmoe_jax.experts.shard import ARRAY_NAME, ShardWriter, crc32c, shard_key, write_array_metadata
 from flashmoe_jax.experts.store import ExpertStore
@@ -45,6 +48,11 @@ def large(tmp_path_factory):
     return directory, *write_store(directory, LARGE)
 
 
+@pytest.fixture(scope="module", params=["array", "range", "direct"])
+def reader(request):
+    return request.param
+
+
 @pytest.fixture
 def small(tmp_path):
     return tmp_path, *write_store(tmp_path, SMALL)
@@ -62,9 +70,9 @@ def all_ids():
     return [(layer, expert) for layer in range(NUM_LAYERS) for expert in range(NUM_EXPERTS)]
 
 
-def test_reads_in_flight_together_land_where_they_were_sent(large):
+def test_reads_in_flight_together_land_where_they_were_sent(large, reader):
     directory, records, checksums = large
-    with ExpertStore.open(directory, LARGE, checksums) as store:
+    with ExpertStore.open(directory, LARGE, checksums, reader=reader) as store:
         assert (store.num_layers, store.num_experts) == (NUM_LAYERS, NUM_EXPERTS)
         slots = np.zeros_like(records)
         reads = [store.read_into(layer, expert, slots[layer, expert]) for layer, expert in all_ids()]
@@ -75,21 +83,20 @@ def test_reads_in_flight_together_land_where_they_were_sent(large):
 
 @settings(deadline=None, max_examples=25)
 @given(ids=st.lists(st.sampled_from(all_ids()), min_size=1, max_size=8))
-def test_any_sequence_of_reads_through_any_path(large, ids):
+def test_any_sequence_of_reads_through_any_path(large, ids, reader):
     directory, records, checksums = large
-    with ExpertStore.open(directory, LARGE, checksums, num_threads=3) as store:
+    with ExpertStore.open(directory, LARGE, checksums, reader=reader, num_threads=3) as store:
         out = np.zeros((len(ids), LARGE.record_words), LARGE.word_dtype)
         reads = [store.read_into(layer, expert, out[i]) for i, (layer, expert) in enumerate(ids)]
         for i, (layer, expert) in enumerate(ids):
             reads[i].result()
             np.testing.assert_array_equal(out[i], records[layer, expert])
-            assert store.read(layer, expert).result().value == records[layer, expert].tobytes()
             np.testing.assert_array_equal(store.read_array(layer, expert).result(), records[layer, expert])
 
 
 def test_byte_ranges_are_aligned_and_one_per_expert(large):
     directory, _records, checksums = large
-    with ExpertStore.open(directory, LARGE, checksums) as store:
+    with ExpertStore.open(directory, LARGE, checksums, reader="range") as store:
         ranges = {store.byte_range(layer, expert) for layer, expert in all_ids()}
         assert len(ranges) == NUM_LAYERS * NUM_EXPERTS
         for key, start, end in ranges:
@@ -98,10 +105,10 @@ def test_byte_ranges_are_aligned_and_one_per_expert(large):
             assert key in (shard_key(0), shard_key(1))
 
 
-def test_nothing_but_the_record_is_written(small):
+def test_nothing_but_the_record_is_written(small, reader):
     directory, records, checksums = small
     block = np.full((3, SMALL.record_words), 7, SMALL.word_dtype)
-    with ExpertStore.open(directory, SMALL, checksums) as store:
+    with ExpertStore.open(directory, SMALL, checksums, reader=reader) as store:
         store.read_into(1, 4, block[1]).result()
     np.testing.assert_array_equal(block, np.stack([block[0] * 0 + 7, records[1, 4], block[0] * 0 + 7]))
 
@@ -115,9 +122,9 @@ def test_opening_reads_no_expert(small):
 
 
 @pytest.mark.parametrize("expert", range(NUM_EXPERTS))
-def test_one_flipped_bit_is_found_and_named(small, expert):
+def test_one_flipped_bit_is_found_and_named(small, expert, reader):
     directory, records, checksums = small
-    with ExpertStore.open(directory, SMALL, checksums) as store:
+    with ExpertStore.open(directory, SMALL, checksums, reader=reader) as store:
         key, _start, end = store.byte_range(1, expert)
         flip_byte(directory / ARRAY_NAME / key, end - 1)  # in the padding, which is checked too
         out = np.zeros(SMALL.record_words, SMALL.word_dtype)
@@ -127,16 +134,16 @@ def test_one_flipped_bit_is_found_and_named(small, expert):
         np.testing.assert_array_equal(out, records[1, (expert + 1) % NUM_EXPERTS])
 
 
-def test_a_shard_that_shrinks_or_vanishes_after_opening(small):
+def test_a_shard_that_shrinks_or_vanishes_after_opening(small, reader):
     directory, _, checksums = small
     out = np.zeros(SMALL.record_words, SMALL.word_dtype)
-    with ExpertStore.open(directory, SMALL, checksums) as store:
+    with ExpertStore.open(directory, SMALL, checksums, reader=reader) as store:
         last = max(range(NUM_EXPERTS), key=lambda e: store.byte_range(0, e).start)
         os.truncate(directory / ARRAY_NAME / shard_key(0), store.byte_range(0, last).start + 100)
         with pytest.raises(DamagedRecordError, match=f"layer 0 expert {last}"):
             store.read_into(0, last, out).result()
         (directory / ARRAY_NAME / shard_key(1)).unlink()
-        with pytest.raises(DamagedRecordError, match=r"layer 1 expert 2 .*missing"):
+        with pytest.raises(DamagedRecordError, match=r"layer 1 expert 2 .*(missing|No such file|damaged)"):
             store.read_into(1, 2, out).result()
 
 
@@ -178,7 +185,7 @@ def test_damaged_metadata_and_indexes_are_refused_by_name(small, tmp_path):
 def test_another_layout_or_shape_is_refused(small):
     directory, _, checksums = small
     with pytest.raises(CheckpointError, match="manifest describes"):
-        ExpertStore.open(directory, LARGE, checksums)
+        ExpertStore.open(directory, LARGE, checksums, reader="range")
     with pytest.raises(CheckpointError, match="manifest describes"):
         ExpertStore.open(directory, SMALL, checksums[:1])
     other = RecordLayout.for_experts((("gate_proj", (11, 7)), ("down_proj", (7, 11))), "bfloat16")
@@ -186,9 +193,9 @@ def test_another_layout_or_shape_is_refused(small):
         ExpertStore.open(directory, other, checksums)
 
 
-def test_closing_waits_for_reads_on_their_way(large):
+def test_closing_waits_for_reads_on_their_way(large, reader):
     directory, records, checksums = large
-    store = ExpertStore.open(directory, LARGE, checksums)
+    store = ExpertStore.open(directory, LARGE, checksums, reader=reader)
     out = np.zeros_like(records[0])
     reads = [store.read_into(0, expert, out[expert]) for expert in range(NUM_EXPERTS)]
     store.close()
@@ -196,26 +203,26 @@ def test_closing_waits_for_reads_on_their_way(large):
     np.testing.assert_array_equal(out, records[0])
 
 
-def test_reads_cannot_be_cancelled_once_begun(small):
+def test_reads_cannot_be_cancelled_once_begun(small, reader):
     directory, _, checksums = small
-    with ExpertStore.open(directory, SMALL, checksums) as store:
+    with ExpertStore.open(directory, SMALL, checksums, reader=reader) as store:
         read = store.read_into(0, 0, np.zeros(SMALL.record_words, SMALL.word_dtype))
         assert not read.cancel()
         read.result()
 
 
-def test_urls_and_kvstore_specs_open_the_same_store(small):
+def test_urls_and_kvstore_specs_open_the_same_store(small, reader):
     directory, records, checksums = small
     out = np.zeros(SMALL.record_words, SMALL.word_dtype)
     for location in (f"file://{directory}/", {"driver": "file", "path": f"{directory}/"}, str(directory)):
-        with ExpertStore.open(location, SMALL, checksums) as store:
+        with ExpertStore.open(location, SMALL, checksums, reader=reader) as store:
             store.read_into(1, 3, out).result()
         np.testing.assert_array_equal(out, records[1, 3])
 
 
-def test_direct_reads_leave_the_page_cache_alone(large):
+def test_direct_reads_leave_the_page_cache_alone(large, reader):
     directory, _, checksums = large
-    with ExpertStore.open(directory, LARGE, checksums) as store:
+    with ExpertStore.open(directory, LARGE, checksums, reader=reader) as store:
         if store.io_mode != "direct":
             pytest.skip("the temporary folder's file system takes no direct reads")
         path = directory / ARRAY_NAME / shard_key(0)
@@ -226,7 +233,8 @@ def test_direct_reads_leave_the_page_cache_alone(large):
         out = np.zeros(LARGE.record_words, LARGE.word_dtype)
         for expert in range(NUM_EXPERTS):
             store.read_into(0, expert, out).result()
-        assert cached_pages(path) <= before
+        # The array reads its index again, through the cache.
+        assert cached_pages(path) <= before + (reader == "array")
 
 
 def cached_pages(path):
@@ -244,10 +252,14 @@ def cached_pages(path):
 def test_a_drive_without_direct_reads_is_said_once_and_read_through_the_cache(small, monkeypatch, caplog):
     directory, records, checksums = small
 
-    def refuse(*_):
-        raise OSError(22, "Invalid argument")
+    preadv = os.preadv
 
-    monkeypatch.setattr(store_module.os, "preadv", refuse)
+    def refuse(fd, *arguments):
+        if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT:
+            raise OSError(22, "Invalid argument")
+        return preadv(fd, *arguments)
+
+    monkeypatch.setattr(os, "preadv", refuse)
     with caplog.at_level(logging.WARNING), ExpertStore.open(directory, SMALL, checksums) as store:
         assert store.io_mode == "buffered"
         out = np.zeros(SMALL.record_words, SMALL.word_dtype)
@@ -256,3 +268,74 @@ def test_a_drive_without_direct_reads_is_said_once_and_read_through_the_cache(sm
             np.testing.assert_array_equal(out, records[0, expert])
     assert len(caplog.records) == 1
     assert "does not take direct reads" in caplog.text
+
+
+def test_auto_takes_a_reader_that_reads_what_the_array_reads(small, caplog):
+    directory, records, checksums = small
+    out = np.zeros(SMALL.record_words, SMALL.word_dtype)
+    with ExpertStore.open(directory, SMALL, checksums) as store:
+        assert store.reader in ("array", "range", "direct")
+        store.read_into(0, 1, out).result()
+    np.testing.assert_array_equal(out, records[0, 1])
+    assert not caplog.records
+
+
+class Wrong(Reader):
+    """Is quick, and says that it read what it did not."""
+
+    name = "range"
+
+    def begin(self, landing):
+        landing.out[:] = 1
+        landing.future.set_result(None)
+
+    def transient_bytes(self, record_bytes):
+        return 0
+
+    def close(self):
+        pass
+
+
+def test_auto_leaves_out_a_reader_that_reads_other_bytes_or_fails(small, monkeypatch, caplog):
+    directory, _, checksums = small
+    monkeypatch.setattr(store_module, "RangeReader", lambda *_: Wrong())
+    monkeypatch.setattr(DirectReader, "_open", lambda *_: os.open(directory / "missing", os.O_RDONLY))
+    with ExpertStore.open(directory, SMALL, checksums) as store:
+        assert store.reader == "array"
+    assert "range is not used: it read other bytes" in caplog.text
+    assert "direct is not used: layer" in caplog.text
+
+
+def test_a_damaged_record_does_not_keep_auto_from_opening(small):
+    directory, _, checksums = small
+    for layer in range(NUM_LAYERS):
+        for expert in range(NUM_EXPERTS):
+            flip_byte(directory / ARRAY_NAME / shard_key(layer), expert * SMALL.record_bytes)
+    out = np.zeros(SMALL.record_words, SMALL.word_dtype)
+    with ExpertStore.open(directory, SMALL, checksums) as store, pytest.raises(DamagedRecordError):
+        store.read_into(0, 1, out).result()
+
+
+def test_direct_wants_files_and_a_cache_wants_none(small):
+    directory, _, checksums = small
+    with pytest.raises(ConfigError, match="reader direct reads local files"):
+        ExpertStore.open({"driver": "memory", "path": "m/"}, SMALL, checksums, reader="direct")
+    with pytest.raises(ConfigError, match="a cache of records is for stores that are not local"):
+        ExpertStore.open(directory, SMALL, checksums, cache_bytes=1 << 20)
+
+
+@pytest.mark.parametrize("reader_name", ["auto", "range", "array"])
+def test_a_store_that_is_not_local(small, reader_name):
+    directory, records, checksums = small
+    context = ts.Context()
+    memory = ts.KvStore.open({"driver": "memory", "path": "m/"}, context=context).result()
+    for path in (p for p in directory.rglob("*") if p.is_file()):
+        memory.write(path.relative_to(directory).as_posix(), path.read_bytes()).result()
+    out = np.zeros(SMALL.record_words, SMALL.word_dtype)
+    with ExpertStore.open(
+        {"driver": "memory", "path": "m/"}, SMALL, checksums, reader=reader_name, context=context
+    ) as store:
+        assert store.io_mode == "remote"
+        assert store.reader == ("array" if reader_name == "array" else "range")
+        store.read_into(1, 2, out).result()
+    np.testing.assert_array_equal(out, records[1, 2])

@@ -24,8 +24,8 @@ def test_broken_identities_are_noticed(change: dict[str, int]):
 
 def test_public_names():
     assert list(StageCounters(record_bytes=1).to_json()) == [
-        *("accesses", "hits", "misses", "demand_reads", "prefetch_reads", "read_bytes", "stall_ms", "evictions"),
-        "refetch_5",
+        *("accesses", "hits", "misses", "demand_reads", "host_hits", "prefetch_reads", "read_bytes", "stall_ms"),
+        *("shares", "evictions", "refetch_5"),
     ]
     assert StageCounters(record_bytes=1).to_json()["prefetch_reads"] == {
         "useful": 0,

@@ -118,6 +118,7 @@ def assert_replay_equals_the_run(
         max_context=64,
         batch_size=BATCH,
         record_trace=True,
+        prefetch="off",  # a replay has no look-ahead reads
     ) as engine:
         victims: list[list[int]] = [[] for _ in range(LAYERS)]
         watch = engine.memory.refetch.evicted

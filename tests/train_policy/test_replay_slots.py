@@ -48,15 +48,15 @@ class EngineRules:
         self.misses += len(missing)
         memory = SimpleNamespace(
             state=StepState(self.residency, None),
-            slots=SimpleNamespace(copy_row=lambda source, target: None),
-            rows=SimpleNamespace(slot_row=lambda layer, slot: slot),
+            rows=SimpleNamespace(exchange=lambda layer, slot, row: None, give_back=lambda row: None),
             num_tokens=0,
             prefill_counters=None,
+            tier=None,
             refetch=SimpleNamespace(evicted=lambda layer, gone, *_: self.victims.extend((step, int(e)) for e in gone)),
         )
-        plan = PrefillPlan(np.zeros((1, 1, 1)), before, after, keep)
-        ring = SimpleNamespace(staged_row=lambda expert: 0)
-        _replace_lower_scored(memory, 0, plan, staged[-self.num_staging :], ring)  # type: ignore[arg-type]
+        plan = PrefillPlan(np.zeros((1, 1, 1)), before, after, keep, np.zeros(EXPERTS, np.int32))
+        held = dict.fromkeys(staged[-self.num_staging :], 0)
+        _replace_lower_scored(memory, 0, plan, held)  # type: ignore[arg-type]
         self.residency = memory.state.residency
 
 
