@@ -1,0 +1,1 @@
+"""Parts of bench_peers.py: one child per peer, what surrounds a measurement, tables and plots."""
