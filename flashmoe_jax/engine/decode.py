@@ -3,13 +3,13 @@
 Per MoE layer: one jitted step up to the routed experts; the resident ones compute at once, while the host learns from
 one packed array which are missing and has them read; those compute as they arrive, and all outputs are added in rank
 order. What the next layer may miss is read ahead behind them (`prefetch.py`). A step that needs more experts than
-there are slots streams the surplus through spare rows.
+there are slots streams the surplus through spare rows. Of a layer whose experts are all resident the host looks at
+nothing until the whole token is dispatched.
 """
 
 import time
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
@@ -46,12 +46,11 @@ def decode_token(
     began = time.perf_counter()
     config, programs, counters = memory.config, memory.programs, memory.decode_counters
     batch = len(token_B)
-    # Committed, as the outputs that the missing experts are added to: hits and misses share one compiled program.
-    no_outputs = jnp.zeros((batch, config.experts_per_token, config.hidden_size), jnp.float32, device=memory.device)
+    no_outputs = memory.no_outputs(batch)
     chosen = np.full((batch, config.num_moe_layers, config.experts_per_token), -1, np.int32)
     x_BD = dense.embed(token_B)
-    is_fallback: list[bool] = []
-    num_missed: list[int] = []
+    on_device = jax.device_put((position_B, active_B), memory.device)
+    plans: list[DecodePlan | Array] = []  # of every layer; packed still where nobody has looked
     takes_part = bool(active_B.any())
     if takes_part:
         memory.regret.begin_step(memory.copy_of_residents)
@@ -67,32 +66,37 @@ def decode_token(
             leaves,
             x_BD,
             caches[layer],
-            position_B,
-            active_B,
+            *on_device,
             memory.state,
             memory.policy_params[moe_layer],
-            np.int32(moe_layer),
-            memory.rows.rows_of(moe_layer),
+            memory.layer_ids[moe_layer],
+            memory.rows_of(moe_layer),
             None if memory.prefetcher is None else memory.next_routers[moe_layer],
         )
         if capture is not None:
             capture.add(output.router_logits_BE, output.h_BD)
         # Dispatched before the host looks at the plan: resident experts compute while the missing ones are read.
         out_BXD = programs.expert_ffn(no_outputs, output.h_BD, memory.slots.array, output.row_BX, output.hit_BX)
-        waits_since = time.perf_counter()
-        plan = unpack_decode(np.asarray(packed), batch, config.experts_per_token, config.num_experts)
-        counters.compute_s += time.perf_counter() - waits_since
-        # What was dispatched before this layer's step is done.
-        memory.give_back_rows()
-        out_BXD = _compute_missing(memory, moe_layer, plan, output, out_BXD)
+        if memory.prefetcher is None and memory.holds_all(moe_layer):
+            plans.append(packed)
+        else:
+            plan = _look(memory, packed, batch)
+            # What was dispatched before this layer's step is done.
+            memory.give_back_rows()
+            out_BXD = _compute_missing(memory, moe_layer, plan, output, out_BXD)
+            plans.append(plan)
         x_BD = add_experts(output.x_BD, out_BXD, output.weight_BX, output.dense_BD)
+        moe_layer += 1
+    memory.last_reader = x_BD
+    logits = dense.logits(x_BD)
+    is_fallback, num_missed = [], []
+    for moe_layer, seen in enumerate(plans):
+        plan = seen if isinstance(seen, DecodePlan) else _look(memory, seen, batch)
+        _count(memory, moe_layer, plan)
         chosen[:, moe_layer] = plan.expert_BX
         is_fallback.append(plan.is_fallback)
         num_missed.append(len(plan.miss_expert))
-        moe_layer += 1
-    memory.last_reader = x_BD
     memory.num_tokens += 1
-    logits = dense.logits(x_BD)
     counters.tokens += int(np.count_nonzero(active_B))
     counters.check_identities()
     if takes_part:
@@ -104,6 +108,14 @@ def decode_token(
     counters.compute_s += time.perf_counter() - waits_since
     counters.wall_s += time.perf_counter() - began
     return logits, chosen
+
+
+def _look(memory: ExpertMemory, packed: Array, batch: int) -> DecodePlan:
+    """Waits for a layer's step and unpacks what it planned."""
+    waits_since = time.perf_counter()
+    on_host = np.asarray(packed)
+    memory.decode_counters.compute_s += time.perf_counter() - waits_since
+    return unpack_decode(on_host, batch, memory.config.experts_per_token, memory.config.num_experts)
 
 
 def _compute_missing(memory: ExpertMemory, layer: int, plan: DecodePlan, output: DecodeOutput, out_BXD: Array) -> Array:
@@ -158,7 +170,8 @@ def _compute_missing(memory: ExpertMemory, layer: int, plan: DecodePlan, output:
         out_BXD = _compute(memory, plan, output, out_BXD, [read.expert for read in arrived], row_of_expert)
     if prefetcher is not None:
         prefetcher.demand_is_served()
-    _count(memory, layer, plan, num_early=len(early), num_in_place=num_in_place)
+    memory.decode_counters.demand_reads += len(plan.miss_expert) - len(early) - num_in_place
+    memory.decode_counters.host_hits += num_in_place
     return out_BXD
 
 
@@ -209,16 +222,15 @@ def _start_surplus(
     return memory.fetcher.start(layer, placements)
 
 
-def _count(memory: ExpertMemory, layer: int, plan: DecodePlan, *, num_early: int, num_in_place: int) -> None:
-    """Counts the accesses of a layer; the prefetcher has counted which reads ahead were useful and which late."""
+def _count(memory: ExpertMemory, layer: int, plan: DecodePlan) -> None:
+    """Counts the accesses of a layer; what was read, and what came from the host tier, was counted as it came."""
     counters, num_misses = memory.decode_counters, len(plan.miss_expert)
-    counters.demand_reads += num_misses - num_early - num_in_place
-    counters.host_hits += num_in_place
-    hits = len(np.unique(plan.expert_BX[plan.hit_BX]))
-    counters.accesses += hits + num_misses
+    counters.accesses += len(set(plan.expert_BX[plan.hit_BX].tolist())) + num_misses
     # A read ahead that was in place made a hit of what the policy counts as a miss.
     counters.misses = counters.demand_reads + counters.prefetch_late + counters.host_hits
     counters.hits = counters.accesses - counters.misses
     if num_misses:
+        is_first_there = (plan.evicted < 0) & (plan.miss_slot < memory.rows.num_slots)
+        memory.free_slots_taken(layer, int(np.count_nonzero(is_first_there)))
         memory.refetch.missed(layer, plan.miss_expert, memory.num_tokens)
         memory.refetch.evicted(layer, plan.evicted[plan.evicted >= 0], memory.num_tokens, counters)

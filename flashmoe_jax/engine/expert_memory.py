@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
@@ -102,7 +103,12 @@ class ExpertMemory:
             self.prompt_prefetcher = self._make_prefetcher(self.prefill_counters, PROMPT_GRADES)
             if prefetch is PrefetchMode.ON or plan.slots_per_layer < config.num_experts:
                 self.prefetcher = self._make_prefetcher(self.decode_counters, config.experts_per_token)
-        self.next_routers = _next_routers(config, dense)
+        # Arguments of every step stand on the device: to convert one costs more host time than to pass it.
+        self.layer_ids = [jax.device_put(np.int32(layer), device) for layer in range(config.num_moe_layers)]
+        self.next_routers = _next_routers(config, dense, self.layer_ids)
+        self._no_outputs: dict[int, Array] = {}  # of the last batch size
+        self._rows_on_device: dict[int, tuple[int, Array]] = {}
+        self._num_free_slots = np.full(config.num_moe_layers, self.rows.num_slots)
         self.refetch = RefetchWatch(
             config.num_moe_layers, config.num_experts, (self.prefill_counters, self.decode_counters)
         )
@@ -140,6 +146,7 @@ class ExpertMemory:
                 prefetcher.forget()
         self.rows_in_use = []
         self.rows.reset()
+        self._num_free_slots[:] = self.rows.num_slots
         self.state = self._initial_state()
         if self.guard_watch is not None:
             self.guard_watch.forget()
@@ -153,6 +160,29 @@ class ExpertMemory:
                 self.tier.take_back(layer, expert, row)
             self.rows.give_back(row)
         self.rows_in_use = []
+
+    def rows_of(self, layer: int) -> Array:
+        """Row of every slot of a layer, int32 `[num_slots]`, on the device."""
+        version = self.rows.version(layer)
+        if self._rows_on_device.get(layer, (None,))[0] != version:
+            self._rows_on_device[layer] = version, jax.device_put(self.rows.rows_of(layer), self.device)
+        return self._rows_on_device[layer][1]
+
+    def no_outputs(self, batch: int) -> Array:
+        """Zeros `[batch, X, D]`, which outputs of experts are written over."""
+        if batch not in self._no_outputs:
+            shape = (batch, self.config.experts_per_token, self.config.hidden_size)
+            # Committed, as what the missing experts are added to: hits and misses share one compiled program.
+            self._no_outputs = {batch: jnp.zeros(shape, jnp.float32, device=self.device)}
+        return self._no_outputs[batch]
+
+    def free_slots_taken(self, layer: int, count: int) -> None:
+        """So many experts were admitted and nobody left for them."""
+        self._num_free_slots[layer] -= count
+
+    def holds_all(self, layer: int) -> bool:
+        """Whether every expert of a layer is resident; none will be missing then until a reset."""
+        return self.rows.num_slots == self.config.num_experts and not self._num_free_slots[layer]
 
     def not_at_hand(self, layer: int, predicted: list[Prediction]) -> list[Prediction]:
         """The predictions for a layer without those that the host tier holds."""
@@ -207,11 +237,11 @@ def policy_bytes(policy: Policy, shape: PolicyShape, *, is_guarded: bool) -> int
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves((params, state, guard, [tables] * 4)))
 
 
-def _next_routers(config: ModelConfig, dense: DenseWeights) -> list[NextRouter]:
+def _next_routers(config: ModelConfig, dense: DenseWeights, layer_ids: list[Array]) -> list[NextRouter]:
     """For every MoE layer, what predicts the next one's experts; the last one's predicts its own and is not used."""
     layers = config.moe_layers
     following = [min(i + 1, len(layers) - 1) for i in range(len(layers))]
-    return [NextRouter(*dense.router_of(layers[i]), np.int32(i)) for i in following]
+    return [NextRouter(*dense.router_of(layers[i]), layer_ids[i]) for i in following]
 
 
 def _make_programs(dense: DenseWeights, policy: Policy, fields: Any, guard_window: int | None) -> Programs:

@@ -82,7 +82,7 @@ def prefill_prompt(
             valid_BT,
             memory.state,
             memory.policy_params[moe_layer],
-            np.int32(moe_layer),
+            memory.layer_ids[moe_layer],
             None if prefetcher is None else memory.next_routers[moe_layer],
             attend_length=attend_length,
         )
@@ -121,6 +121,7 @@ def _run_experts(memory: ExpertMemory, layer: int, plan: PrefillPlan, output: Pr
     missing = [e for e in needed if plan.slot_before[e] < 0]
     prefetcher, counters = memory.prompt_prefetcher, memory.prefill_counters
     early = {} if prefetcher is None else prefetcher.adopt(missing)
+    memory.free_slots_taken(layer, int(np.count_nonzero((plan.slot_before < 0) & (plan.slot_after >= 0))))
     ring = _Ring(memory, layer, missing, plan.slot_after, early)
     weight_TX = np.asarray(output.weight_TX)
     # Committed to the device, as the sums that come back are: jit compiles once for each kind.

@@ -69,7 +69,7 @@ class NextRouter(NamedTuple):
 
     scale_D: Array
     kernel_ED: Array
-    layer: Array | np.int32  # MoE layer id
+    layer: Array  # MoE layer id, int32
 
 
 @functools.lru_cache(maxsize=64)

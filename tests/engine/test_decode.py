@@ -3,8 +3,10 @@
 import numpy as np
 import pytest
 from resident_reference import ResidentSession, greedy_tokens
-from tiny_engines import BATCH, CONTEXT, HALF, TOP_K, TinyModel, make_engine, random_prompts, same_bits
+from tiny_engines import ALL, BATCH, CONTEXT, HALF, TOP_K, TinyModel, make_engine, random_prompts, same_bits
 from watched_store import RecordingStore, RowWatch, assert_slots_hold_their_experts
+
+from flashmoe_jax.engine import decode
 
 LENGTHS = [5, 16, 1, 9]
 
@@ -31,6 +33,37 @@ def test_a_step_reads_what_it_misses_and_nothing_else(mixed: TinyModel):
                 assert len(after[layer]) == min(HALF, len(before[layer] | missing))
                 assert after[layer] <= before[layer] | missing
             assert_slots_hold_their_experts(engine, mixed)
+
+
+def test_a_layer_that_holds_all_is_not_waited_for(mixed: TinyModel, monkeypatch: pytest.MonkeyPatch):
+    looked_at: list[bool] = []
+
+    def recorded(memory, layer, *rest):
+        looked_at.append(memory.holds_all(layer))
+        return compute_missing(memory, layer, *rest)
+
+    compute_missing = decode._compute_missing
+    monkeypatch.setattr(decode, "_compute_missing", recorded)
+    with make_engine(mixed, slots=ALL) as engine:
+        num_layers = mixed.config.num_moe_layers
+        random, plain = np.random.RandomState(0), ResidentSession(mixed.reference, BATCH, CONTEXT)
+        session, prompts = engine.session(BATCH), random_prompts(mixed.config, 0, LENGTHS)
+        session.prefill(prompts), plain.prefill(prompts)
+        num_unseen = accesses = 0
+        for _ in range(40):
+            held = [len(residents) == ALL for residents in engine.memory.resident_experts()]
+            assert held == [engine.memory.holds_all(layer) for layer in range(num_layers)]
+            looked_at.clear()
+            token_B = random.randint(3, mixed.config.vocab_size, BATCH)
+            same_bits(np.asarray(session.decode(token_B)), plain.decode(token_B))
+            assert len(looked_at) == num_layers - sum(held)
+            assert not any(looked_at)
+            num_unseen += sum(held)
+            accesses += sum(len(np.unique(plain.expert_ids[-1][:, layer])) for layer in range(num_layers))
+        assert num_unseen > 20
+        assert engine.stats()["accesses"] == accesses
+        engine.memory.reset()
+        assert not engine.memory.holds_all(0)
 
 
 @pytest.mark.parametrize("inserted", [False, True], ids=["aliased", "inserted"])
