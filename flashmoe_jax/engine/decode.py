@@ -43,7 +43,7 @@ def decode_token(
     Returns:
         Logits `[B, V]` float32 and the chosen experts `[B, L, X]` int32, -1 for sequences that took no part.
     """
-    began = time.perf_counter()
+    began = since = time.perf_counter()
     config, programs, counters = memory.config, memory.programs, memory.decode_counters
     batch = len(token_B)
     no_outputs = memory.no_outputs(batch)
@@ -77,18 +77,28 @@ def decode_token(
             capture.add(output.router_logits_BE, output.h_BD)
         # Dispatched before the host looks at the plan: resident experts compute while the missing ones are read.
         out_BXD = programs.expert_ffn(no_outputs, output.h_BD, memory.slots.array, output.row_BX, output.hit_BX)
+        now = time.perf_counter()
+        if not x_BD.is_ready():  # type: ignore[attr-defined]
+            # The device was busy with what came before this layer: dispatching took none of the step's time.
+            counters.compute_s += now - since
+        since = now
         if memory.prefetcher is None and memory.holds_all(moe_layer):
             plans.append(packed)
         else:
             plan = _look(memory, packed, batch)
+            since = time.perf_counter()
             # What was dispatched before this layer's step is done.
             memory.give_back_rows()
             out_BXD = _compute_missing(memory, moe_layer, plan, output, out_BXD)
             plans.append(plan)
+            if len(plan.miss_expert):
+                since = time.perf_counter()
         x_BD = add_experts(output.x_BD, out_BXD, output.weight_BX, output.dense_BD)
         moe_layer += 1
     memory.last_reader = x_BD
     logits = dense.logits(x_BD)
+    if not x_BD.is_ready():  # type: ignore[attr-defined]
+        counters.compute_s += time.perf_counter() - since
     is_fallback, num_missed = [], []
     for moe_layer, seen in enumerate(plans):
         plan = seen if isinstance(seen, DecodePlan) else _look(memory, seen, batch)

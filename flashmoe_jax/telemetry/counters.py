@@ -34,7 +34,7 @@ class StageCounters:
     refetches: int = 0
     wall_s: float = 0.0  # of whole steps
     stall_s: float = 0.0  # of that, waiting for reads
-    compute_s: float = 0.0  # of that, waiting for the device
+    compute_s: float = 0.0  # of that, waiting for the device, or dispatching while it was busy anyway
     tokens: int = 0
 
     @property
@@ -51,7 +51,7 @@ class StageCounters:
 
     @property
     def shares(self) -> dict[str, float] | None:
-        """Where the time of steps went: waiting for reads, waiting for the device, and the host's own work."""
+        """Where the time of steps went: reads, the device, and the host's own work that neither of them hid."""
         if not self.wall_s:
             return None
         stall, compute = self.stall_s / self.wall_s, self.compute_s / self.wall_s
