@@ -70,7 +70,7 @@ def decode_token(
             memory.state,
             memory.policy_params[moe_layer],
             memory.layer_ids[moe_layer],
-            memory.rows_of(moe_layer),
+            memory.rows.rows_of(moe_layer),
             None if memory.prefetcher is None else memory.next_routers[moe_layer],
         )
         if capture is not None:

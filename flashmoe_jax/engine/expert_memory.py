@@ -103,11 +103,10 @@ class ExpertMemory:
             self.prompt_prefetcher = self._make_prefetcher(self.prefill_counters, PROMPT_GRADES)
             if prefetch is PrefetchMode.ON or plan.slots_per_layer < config.num_experts:
                 self.prefetcher = self._make_prefetcher(self.decode_counters, config.experts_per_token)
-        # Arguments of every step stand on the device: to convert one costs more host time than to pass it.
+        # On the device, as arguments of every step; to convert one costs more host time than to pass it.
         self.layer_ids = [jax.device_put(np.int32(layer), device) for layer in range(config.num_moe_layers)]
         self.next_routers = _next_routers(config, dense, self.layer_ids)
         self._no_outputs: dict[int, Array] = {}  # of the last batch size
-        self._rows_on_device: dict[int, tuple[int, Array]] = {}
         self._num_free_slots = np.full(config.num_moe_layers, self.rows.num_slots)
         self.refetch = RefetchWatch(
             config.num_moe_layers, config.num_experts, (self.prefill_counters, self.decode_counters)
@@ -160,13 +159,6 @@ class ExpertMemory:
                 self.tier.take_back(layer, expert, row)
             self.rows.give_back(row)
         self.rows_in_use = []
-
-    def rows_of(self, layer: int) -> Array:
-        """Row of every slot of a layer, int32 `[num_slots]`, on the device."""
-        version = self.rows.version(layer)
-        if self._rows_on_device.get(layer, (None,))[0] != version:
-            self._rows_on_device[layer] = version, jax.device_put(self.rows.rows_of(layer), self.device)
-        return self._rows_on_device[layer][1]
 
     def no_outputs(self, batch: int) -> Array:
         """Zeros `[batch, X, D]`, which outputs of experts are written over."""

@@ -15,7 +15,6 @@ class RowTable:
 
     def __init__(self, num_layers: int, num_slots: int, num_spare: int):
         self.num_layers, self.num_slots, self.num_spare = num_layers, num_slots, num_spare
-        self._num_exchanges = [0] * num_layers
         self.reset()
 
     @property
@@ -32,7 +31,6 @@ class RowTable:
         num_slots = self.num_layers * self.num_slots
         self._row_of_slot = np.arange(num_slots, dtype=np.int32).reshape(self.num_layers, self.num_slots)
         self._free = collections.deque(range(num_slots, self.num_rows))
-        self._num_exchanges = [n + 1 for n in self._num_exchanges]
 
     def row(self, layer: int, slot: int) -> int:
         return int(self._row_of_slot[layer, slot])
@@ -40,10 +38,6 @@ class RowTable:
     def rows_of(self, layer: int) -> np.ndarray:
         """Row of every slot of a layer, int32 `[num_slots]`; a copy, as JAX may go on reading it."""
         return self._row_of_slot[layer].copy()
-
-    def version(self, layer: int) -> int:
-        """A number that changes whenever `rows_of` the layer does."""
-        return self._num_exchanges[layer]
 
     def take(self) -> int | None:
         """A spare row, the one that was free longest; None where all are taken."""
@@ -58,4 +52,3 @@ class RowTable:
         """Makes a taken row the slot's; the slot's old one becomes spare, so nobody may still use that."""
         self.give_back(self.row(layer, slot))
         self._row_of_slot[layer, slot] = row
-        self._num_exchanges[layer] += 1
