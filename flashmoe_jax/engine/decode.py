@@ -194,8 +194,10 @@ def _compute(
     row_of_expert: np.ndarray,
 ) -> Array:
     """Computes missing experts whose records are in place."""
-    active_BX = np.isin(plan.expert_BX, experts)
-    row_BX = row_of_expert[np.maximum(plan.expert_BX, 0)]
+    is_in_place = np.zeros(len(row_of_expert), bool)
+    is_in_place[experts] = True
+    index_BX = np.maximum(plan.expert_BX, 0)
+    active_BX, row_BX = is_in_place[index_BX] & (plan.expert_BX >= 0), row_of_expert[index_BX]
     # On the CPU a call whose inputs are ready is computed before it returns.
     computes_since = time.perf_counter()
     out_BXD = memory.programs.expert_ffn(out_BXD, output.h_BD, memory.slots.array, row_BX, active_BX)

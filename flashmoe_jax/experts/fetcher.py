@@ -133,7 +133,8 @@ class Fetcher:
             CheckpointError: as `wait`; every read is waited for first.
         """
         began = time.perf_counter()
-        concurrent.futures.wait([read.done for read in reads], return_when=concurrent.futures.FIRST_COMPLETED)
+        with self._changed:
+            self._changed.wait_for(lambda: any(read.done.done() for read in reads))
         arrived = [read for read in reads if read.done.done()]
         if any(read.done.exception() is not None for read in arrived):
             concurrent.futures.wait([read.done for read in reads])
